@@ -2,11 +2,7 @@
 #ifndef BWD_MODULE_H
 #define BWD_MODULE_H
 
-#ifndef Py_LIMITED_API
-#define Py_LIMITED_API 0x030b0000
-#endif
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "python/py.h"
 
 #include "core/dispatch.h"
 
