@@ -1,0 +1,111 @@
+"""Arming: what must hold of the parameters before hooks are put on them, and the putting on and taking off."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+
+from bwdfuse._native import native
+from bwdfuse.errors import ConfigError
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def name_parameters(groups: Sequence[dict], model: torch.nn.Module | None) -> dict[int, str]:
+    """Names for messages, by ``id(param)``: the model's, else the group's ``param_names``, else the position."""
+    names = {}
+    for g, group in enumerate(groups):
+        given = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            names[id(param)] = given[i] if given else f"param_groups[{g}]['params'][{i}]"
+    if model is not None:
+        names.update({id(param): name for name, param in model.named_parameters() if id(param) in names})
+    return names
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing torch.distributed for those who do not use it."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def _owner(param: torch.Tensor, own: Set[int]) -> str | None:
+    """What already steps this parameter inside backward, other than the slots whose ids are in `own`; or None."""
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        slot = getattr(hook, "__self__", None)
+        if isinstance(slot, native().Slot) and id(slot) not in own:
+            return "another bwdfuse optimizer: call its disarm() first"
+    if getattr(param, "_in_backward_optimizers", None):
+        return "torch's _apply_optimizer_in_backward: remove that call"
+    return None
+
+
+def _refusal(param: torch.Tensor, own: Set[int]) -> str | None:
+    """Why a trainable parameter cannot be stepped inside backward, with the way out; None when it can."""
+    if param.is_meta:
+        return "is on the meta device: materialise the model (to_empty, load the weights), then build the optimizer or call arm()"
+    if type(param).__name__ == "FlatParameter":
+        return "is an FSDP1 flat parameter, whose hook sees unreduced gradients: use FSDP2 (fully_shard)"
+    if param.layout != torch.strided or param.dtype not in _DTYPES:
+        return f"is {param.dtype} with layout {param.layout}: the native step takes dense float32 or bfloat16; use torch.optim.AdamW"
+    if param.device.type != "cpu":
+        return f"is on {param.device}: this version steps CPU tensors only; use torch.optim.AdamW(fused=True) there"
+    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
+        return f"has placements {param.placements}: a partial parameter is not a value to step; redistribute() it first"
+    owner = _owner(param, own)
+    if owner is not None:
+        return f"is already stepped inside backward by {owner}"
+    if param.grad is not None:
+        return "still holds a gradient of an earlier backward: call zero_grad() before arming"
+    return None
+
+
+def refuse_unarmable(params: Iterable[torch.Tensor], names: Mapping[int, str], own: Set[int]) -> None:
+    """Raises ConfigError naming the first parameters that cannot be stepped inside backward. Changes nothing.
+
+    Args:
+        own: ids of the slots of the optimizer that asks: its own hooks are no obstacle to arming it again.
+    """
+    if not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
+        raise ConfigError(
+            f"bwd_hook=True needs torch >= 2.10 (Tensor.register_post_accumulate_grad_hook), found torch {torch.__version__}: "
+            "upgrade torch, or set bwd_hook=False"
+        )
+    refused = [(names[id(p)], why) for p in params if p.requires_grad and (why := _refusal(p, own))]
+    if refused:
+        more = f" ({len(refused) - 3} more)" if len(refused) > 3 else ""
+        raise ConfigError("bwd_hook=True: " + "; ".join(f"parameter {n!r} {why}" for n, why in refused[:3]) + more)
+
+
+def refuse_unreduced(params: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigError when several ranks would each step a whole replica from their own, unreduced gradient.
+
+    A post-accumulate hook runs before DistributedDataParallel reduces: replicas would drift apart without a word.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return
+    if any(is_dtensor(p) for p in params):
+        return
+    raise ConfigError(
+        f"bwd_hook=True with {distributed.get_world_size()} ranks and unsharded parameters: the hook runs before "
+        "DistributedDataParallel reduces gradients, so the replicas would diverge. Shard the model with FSDP2 "
+        "(torch.distributed.fsdp.fully_shard; verl: engine.strategy=fsdp2) before building the optimizer, or set bwd_hook=False"
+    )
+
+
+def register(slots_and_params: Iterable[tuple]) -> list:
+    """Registers each armed slot's hook on its parameter; returns the handles. All or nothing."""
+    handles: list = []
+    try:
+        for slot, param in slots_and_params:
+            if slot.armed:
+                handles.append(param.register_post_accumulate_grad_hook(slot.hook))
+    except BaseException:
+        remove(handles)
+        raise
+    return handles
+
+
+def remove(handles: list) -> None:
+    """Takes hooks off again; also the optimizer's finalizer, hence a function that knows no optimizer."""
+    while handles:
+        handles.pop().remove()

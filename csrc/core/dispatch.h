@@ -1,0 +1,60 @@
+/* What the rest of the program calls: the rules by name, the instruction sets of this CPU, and the steps. */
+#ifndef BWD_DISPATCH_H
+#define BWD_DISPATCH_H
+
+#include "core/job.h"
+#include "core/layout.h"
+#include "core/status.h"
+#include "rules/registry.h"
+
+/* The sum of squares runs in 16 lanes of doubles, element i of a chunk in lane i % 16, folded by halves at the end of
+ * the chunk; the chunks are added in order. So its bits depend on neither vector width nor tile, and chunks can be
+ * given to threads. */
+enum { BWD_LANES = 16, BWD_CHUNK = 16384 };
+
+/* Steps n elements and adds the squares of grad to the lanes; n need not be a multiple of anything. */
+typedef void (*bwd_update_fn)(const bwd_scalars *scalars, size_t n, void *param, const void *grad, void *const *state,
+                              double *lanes);
+/* Adds the squares of grad to the lanes and does nothing else. */
+typedef void (*bwd_scan_fn)(size_t n, const void *grad, double *lanes);
+
+/* One instruction set's loops. */
+typedef struct bwd_isa {
+    const char *name;
+    bwd_update_fn update[BWD_RULE_COUNT][BWD_FORMAT_COUNT];
+    bwd_scan_fn scan[BWD_DTYPE_COUNT];
+} bwd_isa;
+
+/* The widest that this CPU and its operating system allow. */
+const bwd_isa *bwd_isa_best(void);
+/* NULL: unknown, not built, or not possible here. */
+const bwd_isa *bwd_isa_by_name(const char *name);
+/* Every one that was built, widest first; NULL past the end. */
+const bwd_isa *bwd_isa_at(int index);
+int bwd_isa_possible(const bwd_isa *isa);
+
+/* Metadata of the rules. A rule is named by its index; NULL or -1 says there is none. */
+int bwd_rule_find(const char *name);
+const char *bwd_rule_name(int rule);
+const char *const *bwd_rule_states(int rule, int *count);
+const char *const *bwd_rule_hypers(int rule, int *count);
+const double *bwd_rule_defaults(int rule, int *count);
+/* The first hyper-parameter that is out of its range, or -1 when all are right. */
+int bwd_rule_bad_hyper(int rule, const double *hyper);
+/* What that hyper-parameter may be, as the end of a sentence: "a finite number >= 0". */
+const char *bwd_rule_hyper_range(int rule, int index);
+/* The scalars of one step. */
+bwd_status bwd_rule_prepare(int rule, const double *hyper, double step, bwd_scalars *scalars);
+
+/* Steps one parameter and fills job->grad_sq_sum and job->nonfinite. Nothing is written unless the answer is BWD_OK.
+ * The same bits for every isa. Two threads must not step one parameter. */
+bwd_status bwd_step(const bwd_isa *isa, bwd_job *job);
+/* The same in the order of the shape's last index, through tiles that are gathered and scattered. */
+bwd_status bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout);
+/* The sum and the count alone, as bwd_step would give them; nothing is stepped. */
+bwd_status bwd_scan(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, size_t n, double *sq_sum,
+                    uint64_t *nonfinite);
+bwd_status bwd_scan_strided(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, int ndim, const int64_t *shape,
+                            const int64_t *strides, double *sq_sum, uint64_t *nonfinite);
+
+#endif

@@ -1,0 +1,2 @@
+#define BWD_ISA avx2
+#include "cpu/stamp.h"

@@ -1,0 +1,2 @@
+#define BWD_ISA avx512
+#include "cpu/stamp.h"

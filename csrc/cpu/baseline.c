@@ -1,0 +1,2 @@
+#define BWD_ISA baseline
+#include "cpu/stamp.h"

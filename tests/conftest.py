@@ -1,0 +1,78 @@
+"""Fixtures shared by the tests of hooks and optimizers."""
+
+import pytest
+import torch
+
+import bwdfuse
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["exchange", "attributes"])
+def exchange(request, monkeypatch):
+    """Every test that asks for it runs with torch's DLPack exchange table and with the fallback of older torches."""
+    from bwdfuse.optim import AdamW
+
+    monkeypatch.setattr(AdamW, "_exchange", request.param == "exchange")
+    return request.param
+
+
+@pytest.fixture
+def mlp():
+    """Builds the same small model at every call."""
+
+    def build(dtype=torch.float32):
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).to(dtype)
+
+    return build
+
+
+@pytest.fixture
+def train():
+    """Runs `steps` updates of a model and returns losses; the data depends on the step number alone."""
+
+    def run(model, optimizer, steps, *, first=0, scheduler=None):
+        losses = []
+        dtype = next(model.parameters()).dtype
+        for step in range(first, first + steps):
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(16, 7, generator=generator).to(dtype)
+            target = torch.randn(16, 5, generator=generator).to(dtype)
+            loss = torch.nn.functional.mse_loss(model(batch), target)
+            loss.backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    return run
+
+
+@pytest.fixture
+def one():
+    """A scalar-like parameter and its optimizer: `p, opt = one(1.0, lr=0.1)`."""
+
+    def build(value=1.0, **options):
+        param = torch.nn.Parameter(torch.tensor([value]) if isinstance(value, float) else torch.tensor(value))
+        return param, bwdfuse.AdamW([param], **options)
+
+    return build
+
+
+def same_bits(a, b):
+    """Equality of two state_dicts, models or tensors to the bit; NaN equals NaN."""
+    if isinstance(a, torch.nn.Module):
+        a, b = a.state_dict(), b.state_dict()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+    return a == b
