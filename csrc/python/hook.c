@@ -396,19 +396,39 @@ update_run(bwd_slot *slot, PyObject *param, update *u)
     return bump_version(&plan->torch, param);
 }
 
+/* The hook takes the gradient away before the kernel runs without the GIL: another thread's backward then cannot add to
+ * memory that is being read. It is put back when the step fails, for whoever wants to look at it. */
+static int
+update_run_taking(bwd_slot *slot, PyObject *param, PyObject *grad, update *u)
+{
+    PyObject *name = slot->plan->torch.name_grad, *type, *value, *traceback;
+    if (PyObject_SetAttr(param, name, Py_None) != 0) {
+        return -1;
+    }
+    const int rc = update_run(slot, param, u);
+    if (rc != 0) {
+        PyErr_Fetch(&type, &value, &traceback);
+        if (PyObject_SetAttr(param, name, grad) != 0) {
+            PyErr_Clear();
+        }
+        PyErr_Restore(type, value, traceback);
+    }
+    return rc;
+}
+
 int
-bwd_slot_update(bwd_slot *slot, PyObject *param, PyObject *grad, int check_only)
+bwd_slot_update(bwd_slot *slot, PyObject *param, PyObject *grad, bwd_mode mode)
 {
     update u;
     u.group = u.state = u.param = u.grad = u.step = NULL;
     memset(u.states, 0, sizeof u.states);
     int rc = update_prepare(slot, param, grad, &u);
-    if (rc == 0 && check_only) {
+    if (rc == 0 && mode == BWD_CHECK) {
         rc = slot->plan->nonfinite == BWD_NONFINITE_RAISE && apply_nonfinite_policy(slot, &u) < 0 ? -1 : 0;
     }
     else if (rc == 0) {
         slot->busy = 1;
-        rc = update_run(slot, param, &u);
+        rc = mode == BWD_TAKE_GRAD ? update_run_taking(slot, param, grad, &u) : update_run(slot, param, &u);
         slot->busy = 0;
         if (rc == 0) {
             slot->last_update = slot->plan->update;
@@ -486,8 +506,7 @@ bwd_slot_hook(PyObject *self, PyObject *param)
     }
     if (rc == 0 && grad != Py_None) {
         rc = begin_backward(plan);
-        rc = rc == 0 ? bwd_slot_update(slot, param, grad, 0) : rc;
-        rc = rc == 0 ? PyObject_SetAttr(param, plan->torch.name_grad, Py_None) : rc;
+        rc = rc == 0 ? bwd_slot_update(slot, param, grad, BWD_TAKE_GRAD) : rc;
     }
     Py_XDECREF(grad);
     if (rc != 0) {

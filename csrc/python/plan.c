@@ -338,13 +338,13 @@ each_gradient(bwd_plan *plan, int (*visit)(bwd_slot *slot, PyObject *param, PyOb
 static int
 visit_check(bwd_slot *slot, PyObject *param, PyObject *grad)
 {
-    return bwd_slot_update(slot, param, grad, 1);
+    return bwd_slot_update(slot, param, grad, BWD_CHECK);
 }
 
 static int
 visit_update(bwd_slot *slot, PyObject *param, PyObject *grad)
 {
-    return bwd_slot_update(slot, param, grad, 0);
+    return bwd_slot_update(slot, param, grad, BWD_KEEP_GRAD);
 }
 
 static int

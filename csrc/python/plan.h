@@ -51,8 +51,11 @@ typedef struct bwd_slot {
     double grad_sq_sum;             /* sum of its squared gradient there */
 } bwd_slot;
 
-/* Steps one parameter from `grad`; `check_only` stops before anything is written. 0, or -1 with an exception. */
-int bwd_slot_update(bwd_slot *slot, PyObject *param, PyObject *grad, int check_only);
+/* Stop before anything is written; step and leave the gradient; step and free it. */
+typedef enum bwd_mode { BWD_CHECK, BWD_KEEP_GRAD, BWD_TAKE_GRAD } bwd_mode;
+
+/* Steps one parameter from `grad`. 0, or -1 with an exception. */
+int bwd_slot_update(bwd_slot *slot, PyObject *param, PyObject *grad, bwd_mode mode);
 
 /* The post-accumulate-grad hook: METH_O on Slot. */
 PyObject *bwd_slot_hook(PyObject *self, PyObject *param);
