@@ -1,6 +1,7 @@
 """Arming: what must hold of the parameters before hooks are put on them, and the putting on and taking off."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def name_parameters(groups: Sequence[dict], model: torch.nn.Module | None) -> di
     return names
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, without importing torch.distributed for those who do not use it."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
@@ -48,8 +49,9 @@ def _refusal(param: torch.Tensor, own: Set[int]) -> str | None:
         return f"is {param.dtype} with layout {param.layout}: the native step takes dense float32 or bfloat16; use torch.optim.AdamW"
     if param.device.type != "cpu":
         return f"is on {param.device}: this version steps CPU tensors only; use torch.optim.AdamW(fused=True) there"
-    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
-        return f"has placements {param.placements}: a partial parameter is not a value to step; redistribute() it first"
+    placements = getattr(param, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        return f"has placements {placements}: a partial parameter is not a value to step; redistribute() it first"
     owner = _owner(param, own)
     if owner is not None:
         return f"is already stepped inside backward by {owner}"
