@@ -23,7 +23,7 @@ def draw_one(timeline: Timeline, title: str | None) -> Figure:
     figure = _figure(8.0, 4.6)
     axes = figure.subplots()
     _panel(axes, timeline, OFF_LINE, "peak")
-    axes.set_ylabel(_y_label(timeline))
+    axes.set_ylabel(_y_label(timeline), color=INK)
     axes.set_ylim(0, max(timeline.above_rest_mib, 1e-6) * 1.22)
     axes.set_title(title or "Live tensor memory", loc="left", fontsize=12, color=INK, pad=26)
     _legend(figure, timeline.log.knows_grads)
@@ -38,13 +38,13 @@ def draw_two(comparison: Comparison, title: str | None) -> Figure:
     _panel(right, on, ON_LINE, "peak")
     left.set_title("optimizer steps after backward", fontsize=11, color=OFF_LINE, pad=24)
     right.set_title("optimizer steps inside backward", fontsize=11, color=ON_LINE, pad=24)
-    left.set_ylabel(_y_label(off))
+    left.set_ylabel(_y_label(off), color=INK)
     top = max(off.above_rest_mib, on.above_rest_mib, 1e-6)
     left.set_ylim(0, top * 1.18)
     if comparison.saved_mib > 0.02 * top:
         _saving(right, off, on)
     figure.suptitle(
-        title or f"{comparison.saved_mib:,.0f} MiB of gradients never have to be alive", fontsize=14, color=INK
+        title or f"The peak falls by {comparison.saved_mib:,.0f} MiB", fontsize=15, fontweight="bold", color=INK
     )
     _legend(figure, off.log.knows_grads and on.log.knows_grads)
     return figure
@@ -116,7 +116,7 @@ def _legend(figure: Figure, knows_grads: bool) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=GRADS, label="gradients")] if knows_grads else []
-    handles.append(Patch(color=REST, label="activations and temporaries" if knows_grads else "everything above rest"))
+    handles.append(Patch(color=REST, label="activations, gathered weights, temporaries" if knows_grads else "everything above rest"))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10, labelcolor=INK
     )

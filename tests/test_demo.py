@@ -265,7 +265,7 @@ def arm(name, tmp_path, peak_mib):
 
 @pytest.fixture
 def recipe():
-    return Recipe("r", "tiny", updates=3, batch=1, max_length=8, lr=1.0, conversations=3, held_out=1, recorded_update=2,
+    return Recipe("r", "a model", "tiny", updates=3, batch=1, max_length=8, lr=1.0, conversations=3, held_out=1, recorded_update=2,
                   min_eval_drop=0.5)  # fmt: skip
 
 
@@ -325,20 +325,20 @@ def test_each_claim_can_break(good, recipe, change, words):
 def test_table_says_every_figure(good, capsys):
     show.Screen().table(good)
     printed = capsys.readouterr().out
-    for text in ("flag off", "torch.optim", "3.000 -> 2.000", "4.000 -> 3.000", "120.0", "40.0", "80.0", "30", "1e-07"):
+    for text in ("flag off", "torch.optim", "3.00 -> 2.00", "4.00 -> 3.00", "120.0", "40.0", "80.0", "30", "1e-07"):
         assert text in printed
     assert "def f(x: list[int])" in printed and "[b]" in printed and "(nothing)" in printed
 
 
 def test_table_does_not_pass_off_a_loss_that_was_not_computed(good):
     cells = dict((row[0], row[1:]) for row in show.rows(good | {"weights_max_abs_diff": 1.0}))
-    assert cells["held-out loss"][0] == "4.000 -> nan"
+    assert cells["held-out loss"][0] == "4.00 -> nan"
 
 
 def test_recipes_are_sound():
     assert set(RECIPES) == {"smollm2", "tiny"} and RECIPES["smollm2"].min_eval_drop == 0.5
     with pytest.raises(ValueError, match="after the first"):
-        Recipe("r", "tiny", updates=3, batch=1, max_length=8, lr=1.0, conversations=3, held_out=1, recorded_update=1,
+        Recipe("r", "a model", "tiny", updates=3, batch=1, max_length=8, lr=1.0, conversations=3, held_out=1, recorded_update=1,
                min_eval_drop=None)  # fmt: skip
 
 

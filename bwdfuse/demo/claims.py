@@ -19,6 +19,7 @@ def measure(recipe: Recipe, arms: dict[str, Arm]) -> dict[str, Any]:
     stats = on.stats or {}
     figures: dict[str, Any] = {
         "recipe": recipe.name,
+        "model": recipe.title,
         "updates": recipe.updates,
         "parameters": on.parameters,
         "native_steps": stats.get("native_steps", 0),

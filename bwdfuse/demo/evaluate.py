@@ -45,7 +45,8 @@ class Judge:
             asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         out = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        return self.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        new = out[0, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
     def _padded(self, encoded: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
         width = max(len(ids) for ids, _ in encoded)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Recipe:
     name: str
+    title: str
     model: str  # "smollm2" or "tiny", see model.py
     updates: int
     batch: int  # conversations per update, one micro-batch
@@ -28,11 +29,11 @@ class Recipe:
 
 _ALL = (
     Recipe(
-        name="smollm2", model="smollm2", updates=16, batch=4, max_length=128, lr=1e-4, conversations=96,
+        name="smollm2", title="SmolLM2-135M", model="smollm2", updates=16, batch=4, max_length=128, lr=1e-4, conversations=96,
         held_out=48, recorded_update=4, min_eval_drop=0.5,
     ),
     Recipe(
-        name="tiny", model="tiny", updates=4, batch=2, max_length=48, lr=1e-3, conversations=16,
+        name="tiny", title="a tiny Llama", model="tiny", updates=4, batch=2, max_length=48, lr=1e-3, conversations=16,
         held_out=4, recorded_update=3, min_eval_drop=None, threads=1,
     ),
 )  # fmt: skip

@@ -110,7 +110,7 @@ def _judge(recipe: Recipe, prepared: Prepared, arms: dict[str, Arm], screen: Scr
 def _plot(arms: dict[str, Arm], report: dict[str, Any], path: Path) -> None:
     from bwdfuse.memory import compare
 
-    title = f"One update of {report['recipe']} in {report['trainer']}: the peak falls by {report['saved_mib']:,.0f} MiB"
+    title = f"One update of {report['model']} in {report['trainer']}: the peak falls by {report['saved_mib']:,.0f} MiB"
     compare(arms[OFF].timeline, arms[ON].timeline).plot(path, title=title)
 
 

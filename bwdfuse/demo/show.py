@@ -41,13 +41,13 @@ class Screen:
         from rich.table import Table
 
         title = (
-            f"{report['recipe']} in {report['trainer']} on {report['device']}: "
+            f"{report['model']} in {report['trainer']} on {report['device']}: "
             f"{report['updates']} updates, {report['parameters']} parameters"
         )
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("", no_wrap=True)
         for heading in ("flag off", "flag on", "torch.optim"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for label, *cells in rows(report):
             table.add_row(label, *cells)
         self.console.print(table)
@@ -69,18 +69,24 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     def each(key: str, form: str) -> list[str]:
         return [format(report[f"{key}_{arm}"], form) for arm in arms]
 
-    losses = [report[f"losses_{arm}"] for arm in arms]
+    losses = [_first_and_last(report[f"losses_{arm}"]) for arm in arms]
     before, after, stock = (report[f"eval_loss_{when}"] for when in ("before", "after", "after_stock"))
     same = after if report["weights_max_abs_diff"] == 0.0 else float("nan")  # equal weights have equal losses
     table = [
-        ("training loss", *(f"{loss[0]:.3f} -> {loss[-1]:.3f}" for loss in losses)),
-        ("held-out loss", *(f"{before:.3f} -> {loss:.3f}" for loss in (same, after, stock))),
+        ("training loss", *(f"{first:.2f} -> {last:.2f}" for first, last in losses)),
+        ("held-out loss", *(f"{before:.2f} -> {loss:.2f}" for loss in (same, after, stock))),
         ("peak above rest, MiB", *each("peak_mib", ",.1f")),
         ("gradients alive, MiB", *each("peak_gradient_mib", ",.1f")),
         ("gradient memory freed, MiB", "", f"{report['saved_mib']:,.1f}", ""),
         ("seconds per step", *each("seconds_per_step", ".2f")),
         ("parameter steps in C", "", f"{report['native_steps']:,}", ""),
-        ("largest weight difference", f"{report['weights_max_abs_diff']:g}", "-",
+        ("largest weight distance", f"{report['weights_max_abs_diff']:g}", "-",
          f"{report['weights_max_abs_diff_stock']:.2g}"),
     ]  # fmt: skip
     return [(label, off, on, stock) for label, off, on, stock in table]
+
+
+def _first_and_last(losses: list[float]) -> tuple[float, float]:
+    """Means of the first and the last quarter: a single batch says little."""
+    few = max(1, len(losses) // 4)
+    return sum(losses[:few]) / few, sum(losses[-few:]) / few

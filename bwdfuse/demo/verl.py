@@ -62,9 +62,9 @@ def _command(arm: str, job: Job, folder: Path) -> list[str]:
     return [
         *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc_per_node=1"],
         *["-m", "verl.trainer.sft_trainer"],
-        f"model.path={job.model}",
+        f"model.path={_quoted(job.model)}",
         "model.enable_gradient_checkpointing=true",
-        f"data.train_files={job.train_file}",
+        f"data.train_files={_quoted(job.train_file)}",
         f"data.train_batch_size={recipe.batch}",
         f"data.micro_batch_size_per_gpu={recipe.batch}",
         "data.use_dynamic_bsz=false",
@@ -76,15 +76,20 @@ def _command(arm: str, job: Job, folder: Path) -> list[str]:
         "trainer.logger=[console,file]",
         "trainer.project_name=bwdfuse-demo",
         f"trainer.experiment_name={arm}",
-        f"trainer.default_local_dir={folder / 'checkpoint'}",
+        f"trainer.default_local_dir={_quoted(folder / 'checkpoint')}",
         "trainer.resume_mode=disable",
         "trainer.total_epochs=1",
         f"trainer.total_training_steps={recipe.updates}",
         "checkpoint.save_contents=[hf_model]",
-        f"hydra.run.dir={folder / 'hydra'}",
+        f"hydra.run.dir={_quoted(folder / 'hydra')}",
         *(verl_cpu.OVERRIDES if job.device == "cpu" else GPU_OVERRIDES),
         *OPTIMIZER[arm],
     ]
+
+
+def _quoted(path: Path) -> str:
+    """For Hydra's grammar, in which blanks, commas and equal signs mean something."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _environment(arm: str, job: Job, folder: Path) -> dict[str, str]:
