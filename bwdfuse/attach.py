@@ -107,6 +107,7 @@ def watch_loss_scaling(optimizer: torch.optim.Optimizer) -> None:
     is the one function of torch that bwdfuse wraps.
     """
     _armed.add(optimizer)
+    scaler: Any
     for scaler in (torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()):
         scale = scaler.__dict__.get("scale")
         if scale is not None and not hasattr(scale, "_bwdfuse"):
