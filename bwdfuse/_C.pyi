@@ -11,6 +11,21 @@ class _Rule(TypedDict):
 def rules() -> dict[str, _Rule]: ...
 def isa_info() -> dict[str, Any]: ...
 def build_info() -> dict[str, Any]: ...
+def adamw_(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    /,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    isa: str | None,
+) -> tuple[float, int]: ...
 
 @final
 class Slot:

@@ -103,12 +103,14 @@ class BackwardOptimizer(torch.optim.Optimizer):
             del self.state[param]
         self._finalizer = weakref.finalize(self, attach.remove, handles)
         self._finalizer.atexit = False
+        attach.watch_loss_scaling(self)
 
     def disarm(self) -> None:
         """Removes the hooks. Gradients stay after backward again, and ``step()`` steps all of them."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
+            attach.unwatch_loss_scaling(self)
             self._slot_ids = []
 
     def _params(self) -> list[torch.Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from bwdfuse._native import native
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -67,7 +69,7 @@ def adamw_(
     Raises:
         TypeError: An argument is of the wrong kind or dtype. No array was changed.
         ValueError: An argument is out of range, or an array has the wrong shape or memory layout. No array was changed.
-        ImportError: The native part is missing or cannot run here.
+        BwdFuseError: The native part is missing or cannot run here.
 
     Source:
         Loshchilov & Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2; defaults and the place of
@@ -82,11 +84,8 @@ def adamw_(
         >>> param
         array([ 0.899, -1.898], dtype=float32)
     """
-    # Here, so that importing this module asks for nothing native.
-    from bwdfuse import _C
-
     return StepResult(
-        *_C.adamw_(
+        *native().adamw_(
             param,
             grad,
             exp_avg,

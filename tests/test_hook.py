@@ -413,6 +413,29 @@ def test_nonfinite_off_does_what_torch_does():
     assert torch.equal(p.isnan(), q.isnan()) and ours.stats()["grad_norm"] == float("inf")
 
 
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_enabled_grad_scaler_is_refused_before_anything_is_changed(sharded):
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    p = nn.Parameter(torch.ones(1))
+    opt = armed(p)
+    if sharded:
+        scaler = ShardedGradScaler(device="cpu", init_scale=65536.0, process_group=None)
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with pytest.raises(ConfigError, match=r"GradScaler.*bfloat16.*bwd_hook=False"):
+        scaler.scale(p.sum())
+    assert p.item() == 1.0
+    torch.amp.GradScaler("cpu", enabled=False).scale(p.sum()).backward()
+    opt.step()
+    assert p.item() == pytest.approx(0.9)
+    opt.disarm()
+    assert scaler.scale(p.sum()).item() == pytest.approx(0.9 * 65536)
+
+
 # ---- failures half-way -----------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@
 #define BWD_RULE_H
 
 #include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 #ifdef __CUDACC__
 #define BWD_INLINE static __host__ __device__ __forceinline__
@@ -70,11 +72,35 @@ bwd_split_fma(bwd_split a, bwd_real x, bwd_real y)
     return bwd_fma(a.high, x, bwd_fma(a.low, x, y));
 }
 
-/* a * x + b * y, the second product rounded */
-BWD_INLINE bwd_real
-bwd_split_dot(bwd_split a, bwd_real x, bwd_split b, bwd_real y)
+/* A choice that is the same for every element, as a mask: all bits or none. No branch, and a wide machine does it
+ * beside its arithmetic. */
+typedef uint32_t bwd_mask;
+
+BWD_INLINE bwd_mask
+bwd_mask_of(int yes)
 {
-    return bwd_fma(a.high, x, bwd_fma(b.high, y, bwd_fma(a.low, x, b.low * y)));
+    return yes ? 0xffffffffu : 0u;
+}
+
+BWD_INLINE bwd_real
+bwd_pick(bwd_mask mask, bwd_real yes, bwd_real no)
+{
+    uint32_t a, b;
+    memcpy(&a, &yes, sizeof a);
+    memcpy(&b, &no, sizeof b);
+    a = (a & mask) | (b & ~mask);
+    memcpy(&yes, &a, sizeof a);
+    return yes;
+}
+
+BWD_INLINE bwd_real
+bwd_negate_if(bwd_mask mask, bwd_real x)
+{
+    uint32_t a;
+    memcpy(&a, &x, sizeof a);
+    a ^= mask & 0x80000000u;
+    memcpy(&x, &a, sizeof a);
+    return x;
 }
 
 #endif

@@ -151,7 +151,9 @@ class Trainer:
             environment: Further environment variables.
         """
         target = ["-m", "verl.trainer.sft_trainer"]
-        return self.run(name, [*_launcher(ranks), *target, *self.arguments(name, ranks), *overrides], modules, **environment)
+        return self.run(
+            name, [*_launcher(ranks), *target, *self.arguments(name, ranks), *overrides], modules, **environment
+        )
 
     def script(self, name: str, script: str, *overrides: str, ranks: int = 2) -> Run:
         """The same for a script of this directory that takes verl's command line."""
