@@ -62,7 +62,7 @@ class Screen:
                 self.console.print(text, markup=False)
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The table's rows: a label and one cell for flag off, flag on and stock."""
     arms = (OFF, ON, STOCK)
 
@@ -72,7 +72,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     losses = [_first_and_last(report[f"losses_{arm}"]) for arm in arms]
     before, after, stock = (report[f"eval_loss_{when}"] for when in ("before", "after", "after_stock"))
     same = after if report["weights_max_abs_diff"] == 0.0 else float("nan")  # equal weights have equal losses
-    table = [
+    return [
         ("training loss", *(f"{first:.2f} -> {last:.2f}" for first, last in losses)),
         ("held-out loss", *(f"{before:.2f} -> {loss:.2f}" for loss in (same, after, stock))),
         ("peak above rest, MiB", *each("peak_mib", ",.1f")),
@@ -83,7 +83,6 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         ("largest weight distance", f"{report['weights_max_abs_diff']:g}", "-",
          f"{report['weights_max_abs_diff_stock']:.2g}"),
     ]  # fmt: skip
-    return [(label, off, on, stock) for label, off, on, stock in table]
 
 
 def _first_and_last(losses: list[float]) -> tuple[float, float]:
