@@ -106,6 +106,18 @@ def test_gradients_alive_when_stepping_after_backward_and_inside_it():
     assert memory.compare(off, on).saved_mib >= 0.9 * (off.peak_grad_mib - 4.0)
 
 
+def test_gradients_alive_with_the_native_hook():
+    import bwdfuse
+
+    work = Work(inside=False)
+    work.optimizers = [bwdfuse.AdamW(work.model.parameters(), bwd_hook=True)]
+    work.update()
+    with memory.timeline(work.model) as recorded:
+        work.update(recorded.mark)
+    assert (recorded.peak_grads, recorded.peak_grad_mib, recorded.end_mib) == (1, 4.0, 0.0)
+    assert recorded.phases[-1].peak_mib == 0.0  # the step itself allocates nothing
+
+
 def test_rest_is_parameters_and_optimizer_state():
     before = memory.live_tensor_bytes()
     work = Work(inside=True)
