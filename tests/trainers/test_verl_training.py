@@ -112,7 +112,7 @@ def test_resume_from_stock(trainer, stock):
 
 
 def test_stock_resumes_from_ours(trainer, seam, stock):
-    """torch takes its implementation (fused or not) from the checkpoint. Ours names none, so stock's own must not either."""
+    """torch takes its implementation (fused or not) from the checkpoint; ours names none, so the reference must not."""
     resumed = resume(trainer, seam, "ours_to_stock", *STOCK)
     trainer.fork(stock, 3, "stock_to_stock")
     for path in (trainer.folder / "stock_to_stock" / "global_step_3").glob("optim_*.pt"):

@@ -150,8 +150,8 @@ class Trainer:
             modules: Modules of this directory that verl imports before it starts.
             environment: Further environment variables.
         """
-        target = ["-m", "verl.trainer.sft_trainer"]
-        return self.run(name, [*_launcher(ranks), *target, *self.arguments(name, ranks), *overrides], modules, **environment)
+        command = [*_launcher(ranks), "-m", "verl.trainer.sft_trainer", *self.arguments(name, ranks), *overrides]
+        return self.run(name, command, modules, **environment)
 
     def script(self, name: str, script: str, *overrides: str, ranks: int = 2) -> Run:
         """The same for a script of this directory that takes verl's command line."""
