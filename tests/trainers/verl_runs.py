@@ -112,6 +112,7 @@ class Trainer:
     """Runs ``verl.trainer.sft_trainer`` with the settings that all runs share, plus those of one run."""
 
     STEPS = 6
+    SECONDS = 150  # 10 to 25 on a quiet machine; a rank that waits for the other waits for ever
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,10 +151,8 @@ class Trainer:
             modules: Modules of this directory that verl imports before it starts.
             environment: Further environment variables.
         """
-        target = ["-m", "verl.trainer.sft_trainer"]
-        return self.run(
-            name, [*_launcher(ranks), *target, *self.arguments(name, ranks), *overrides], modules, **environment
-        )
+        command = [*_launcher(ranks), "-m", "verl.trainer.sft_trainer", *self.arguments(name, ranks), *overrides]
+        return self.run(name, command, modules, **environment)
 
     def script(self, name: str, script: str, *overrides: str, ranks: int = 2) -> Run:
         """The same for a script of this directory that takes verl's command line."""
@@ -173,13 +172,18 @@ class Trainer:
         }
         env["VERL_USE_EXTERNAL_MODULES"] = ",".join([env["VERL_USE_EXTERNAL_MODULES"], *modules])
         began = time.perf_counter()
-        done = subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=240)
-        log = f"{done.stdout}\n{done.stderr}"
+        output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with subprocess.Popen(command, env=env, cwd=self.folder, **output) as process:
+            try:
+                log, _ = process.communicate(timeout=self.SECONDS)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its ranks
+                log = process.communicate()[0] + f"\nnot finished after {self.SECONDS} s"
         (self.folder / f"{name}.log").write_text(f"{command}\n{log}\n{time.perf_counter() - began:.1f} s\n")
         metrics = []
         if metrics_path.exists():
             metrics = [json.loads(line)["data"] for line in metrics_path.read_text().splitlines()]
-        return Run(name, done.returncode, log, metrics, self.folder / name)
+        return Run(name, process.returncode, log, metrics, self.folder / name)
 
     def fork(self, run: Run, step: int, name: str) -> None:
         """Gives the run that will be called ``name`` the checkpoint of ``run`` after ``step`` to resume from."""
