@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#define FORMAT_TEXT(prefix, P, G, S) prefix "(" #P ", " #G ", " #S ")"
+#define FORMAT_TEXT(prefix, P, G, S, ...) prefix "(" #P ", " #G ", " #S ")"
 static const char known_formats[] = "(param, grad, state) as" BWD_FORMATS(FORMAT_TEXT, " ");
 #undef FORMAT_TEXT
 
