@@ -20,8 +20,8 @@ SANITIZE = os.environ.get("BWDFUSE_SANITIZE", "")
 WERROR = os.environ.get("BWDFUSE_WERROR", "") not in ("", "0")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-# Bits are an interface: nothing is contracted, nothing is reassociated. Dropping errno and traps changes no value; it is
-# what lets the compiler vectorise a square root and a select.
+# Bits are an interface: nothing is contracted, nothing is reassociated. Dropping errno and traps changes no value; it
+# is what lets the compiler vectorise a square root and a select.
 FLAGS = [
     "-std=c11",
     *(["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]),

@@ -1,15 +1,20 @@
 """Loads the C extension once and keeps the reason when it cannot be loaded, so that importing bwdfuse never fails."""
 
+from types import ModuleType
+from typing import Any
+
+extension: ModuleType | None = None
+reason: str | None = None
+
 try:
-    from bwdfuse import _C as extension
+    from bwdfuse import _C
+
+    extension = _C
 except ImportError as exc:
-    extension = None
-    reason: str | None = f"{type(exc).__name__}: {exc}"
-else:
-    reason = None
+    reason = f"{type(exc).__name__}: {exc}"
 
 
-def native():
+def native() -> Any:
     """The extension module ``bwdfuse._C``.
 
     Raises:

@@ -74,5 +74,10 @@ def same_bits(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.nan_to_num(), b.nan_to_num())
+            and torch.equal(a.isnan(), b.isnan())
+        )
     return a == b

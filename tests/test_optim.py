@@ -103,7 +103,10 @@ def test_is_a_torch_optimizer(mlp):
 def test_scheduler_is_read_live(mlp, train):
     stock, ours = mlp(), mlp()
     results = []
-    for model, opt in ((stock, torch.optim.AdamW(stock.parameters(), lr=0.1)), (ours, bwdfuse.AdamW(ours.parameters(), lr=0.1, bwd_hook=True))):
+    for model, opt in (
+        (stock, torch.optim.AdamW(stock.parameters(), lr=0.1)),
+        (ours, bwdfuse.AdamW(ours.parameters(), lr=0.1, bwd_hook=True)),
+    ):
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 10)
         train(model, opt, 1, scheduler=scheduler)
         results.append(scheduler.get_last_lr())
@@ -270,7 +273,11 @@ def test_state_goes_to_torch_and_back(mlp, train, flags, monkeypatch):
     assert same_bits(stock, model)
     back = torch.optim.AdamW(model.parameters(), fused=False)
     back.load_state_dict(save_and_load(ours.state_dict()))
-    assert back.param_groups[0]["lr"] == 0.01 and not back.param_groups[0]["capturable"] and back.param_groups[0]["foreach"] is None
+    assert (
+        back.param_groups[0]["lr"] == 0.01
+        and not back.param_groups[0]["capturable"]
+        and back.param_groups[0]["foreach"] is None
+    )
     train(model, back, 1, first=4)
 
 
@@ -408,7 +415,10 @@ def test_options_that_cannot_be_honoured_are_refused(options, text):
         (lambda: nn.Parameter(torch.ones(2, device="meta")), "meta device"),
         (lambda: nn.Parameter(torch.ones(2, dtype=torch.float64)), "float64"),
         (lambda: nn.Parameter(torch.ones(2, dtype=torch.cfloat)), "complex64"),
-        (lambda: nn.Parameter(torch.ones(2, requires_grad=False), requires_grad=False), "no parameter .* requires a gradient"),
+        (
+            lambda: nn.Parameter(torch.ones(2, requires_grad=False), requires_grad=False),
+            "no parameter .* requires a gradient",
+        ),
     ],
 )
 def test_parameters_that_cannot_be_armed_are_refused(make, text):

@@ -110,18 +110,25 @@ bwd_run_scan(bwd_run *run, const bwd_isa *isa, enum bwd_dtype dtype)
     return BWD_OK;
 }
 
-#define COUNT_NONFINITE(T, text)                                                                                       \
-    static uint64_t count_nonfinite_##T(size_t n, const void *grad)                                                    \
-    {                                                                                                                  \
-        const bwd_##T *g = grad;                                                                                       \
-        uint64_t count = 0;                                                                                            \
-        for (size_t i = 0; i < n; i++) {                                                                               \
-            count += !isfinite(bwd_load_##T(g + i));                                                                   \
-        }                                                                                                              \
-        return count;                                                                                                  \
+static uint64_t
+count_nonfinite_f32(size_t n, const void *grad)
+{
+    uint64_t count = 0;
+    for (size_t i = 0; i < n; i++) {
+        count += !isfinite(((const bwd_f32 *)grad)[i]);
     }
-BWD_DTYPES(COUNT_NONFINITE)
-#undef COUNT_NONFINITE
+    return count;
+}
+
+static uint64_t
+count_nonfinite_bf16(size_t n, const void *grad)
+{
+    uint64_t count = 0;
+    for (size_t i = 0; i < n; i++) {
+        count += (((const bwd_bf16 *)grad)[i] & 0x7f80u) == 0x7f80u;
+    }
+    return count;
+}
 
 #define NONFINITE_CELL(T, text) [BWD_##T] = count_nonfinite_##T,
 static uint64_t (*const count_nonfinite[BWD_DTYPE_COUNT])(size_t n, const void *grad) = {BWD_DTYPES(NONFINITE_CELL)};

@@ -149,7 +149,7 @@ bwd_rule_prepare(int rule, const double *hyper, double step, bwd_scalars *scalar
 static const size_t dtype_sizes[BWD_DTYPE_COUNT] = {BWD_DTYPES(DTYPE_SIZE)};
 static const char *const dtype_names[BWD_DTYPE_COUNT] = {BWD_DTYPES(DTYPE_NAME)};
 
-#define FORMAT_ROW(prefix, P, G, S) {BWD_##P, BWD_##G, BWD_##S},
+#define FORMAT_ROW(prefix, P, G, S, N) {BWD_##P, BWD_##G, BWD_##S},
 static const enum bwd_dtype formats[BWD_FORMAT_COUNT][3] = {BWD_FORMATS(FORMAT_ROW, )};
 
 size_t

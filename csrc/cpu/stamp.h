@@ -32,11 +32,12 @@ bwd_prefetch(const void *block, size_t size)
 #define BWD_STAMP_SQUARES(T, text)                                                                                     \
     static inline void bwd_squares_##T(const bwd_##T *restrict grad, double *restrict lanes)                           \
     {                                                                                                                  \
+        bwd_real tile[BWD_BLOCK];                                                                                      \
+        const bwd_real *g = bwd_reals_##T(grad, BWD_BLOCK, tile);                                                      \
         for (int k = 0; k < BWD_LANES; k++) {                                                                          \
             double sum = lanes[k];                                                                                     \
             for (int row = 0; row < BWD_BLOCK; row += BWD_LANES) {                                                     \
-                const double g = (double)bwd_load_##T(grad + row + k);                                                 \
-                sum += g * g;                                                                                          \
+                sum += (double)g[row + k] * g[row + k];                                                                \
             }                                                                                                          \
             lanes[k] = sum;                                                                                            \
         }                                                                                                              \
@@ -59,28 +60,37 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
 /* The pointers are parameters because that is where GCC believes `restrict` without a run-time check.
  * The last elements run as a whole block in a padded copy: the same code, so the same bits, whatever n is; a zero in
  * the padding adds nothing to a lane. */
-#define BWD_STAMP_UPDATE(rule, P, G, S)                                                                                \
+#define BWD_STAMP_UPDATE(rule, P, G, S, N)                                                                             \
     static inline void bwd_##rule##_##P##_##G##_##S##_block(                                                           \
         bwd_##P *restrict param, const bwd_##G *restrict grad, bwd_##S *restrict state0, bwd_##S *restrict state1,     \
         bwd_##S *restrict state2, const bwd_##rule##_scalars *restrict scalars)                                        \
     {                                                                                                                  \
         enum { states = BWD_##rule##_STATE_COUNT };                                                                    \
-        for (int i = 0; i < BWD_BLOCK; i++) {                                                                          \
-            bwd_real x = bwd_load_##P(param + i), st[BWD_MAX_STATES] = {0};                                            \
+        for (int i = 0; i < BWD_BLOCK; i += N) {                                                                       \
+            bwd_real x[N], g[N], st[BWD_MAX_STATES][N];                                                                \
+            bwd_load##N##_##P(param + i, x);                                                                           \
+            bwd_load##N##_##G(grad + i, g);                                                                            \
             if (states > 0)                                                                                            \
-                st[0] = bwd_load_##S(state0 + i);                                                                      \
+                bwd_load##N##_##S(state0 + i, st[0]);                                                                  \
             if (states > 1)                                                                                            \
-                st[1] = bwd_load_##S(state1 + i);                                                                      \
+                bwd_load##N##_##S(state1 + i, st[1]);                                                                  \
             if (states > 2)                                                                                            \
-                st[2] = bwd_load_##S(state2 + i);                                                                      \
-            bwd_##rule##_update(&x, bwd_load_##G(grad + i), st, scalars);                                              \
-            bwd_store_##P(param + i, x);                                                                               \
+                bwd_load##N##_##S(state2 + i, st[2]);                                                                  \
+            for (int e = 0; e < N; e++) {                                                                              \
+                bwd_real one[BWD_MAX_STATES];                                                                          \
+                for (int k = 0; k < states; k++)                                                                       \
+                    one[k] = st[k][e];                                                                                 \
+                bwd_##rule##_update(&x[e], g[e], one, scalars);                                                        \
+                for (int k = 0; k < states; k++)                                                                       \
+                    st[k][e] = one[k];                                                                                 \
+            }                                                                                                          \
+            bwd_store##N##_##P(param + i, x);                                                                          \
             if (states > 0)                                                                                            \
-                bwd_store_##S(state0 + i, st[0]);                                                                      \
+                bwd_store##N##_##S(state0 + i, st[0]);                                                                 \
             if (states > 1)                                                                                            \
-                bwd_store_##S(state1 + i, st[1]);                                                                      \
+                bwd_store##N##_##S(state1 + i, st[1]);                                                                 \
             if (states > 2)                                                                                            \
-                bwd_store_##S(state2 + i, st[2]);                                                                      \
+                bwd_store##N##_##S(state2 + i, st[2]);                                                                 \
         }                                                                                                              \
     }                                                                                                                  \
     static void bwd_##rule##_##P##_##G##_##S(const bwd_scalars *scalars, size_t n, void *param, const void *grad,      \
@@ -121,7 +131,7 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
 #define BWD_STAMP_RULE(rule, states, hypers) BWD_FORMATS(BWD_STAMP_UPDATE, rule)
 BWD_RULES(BWD_STAMP_RULE)
 
-#define BWD_UPDATE_CELL(rule, P, G, S)       bwd_##rule##_##P##_##G##_##S,
+#define BWD_UPDATE_CELL(rule, P, G, S, N)    bwd_##rule##_##P##_##G##_##S,
 #define BWD_UPDATE_ROW(rule, states, hypers) {BWD_FORMATS(BWD_UPDATE_CELL, rule)},
 #define BWD_SCAN_CELL(T, text)               bwd_scan_##T,
 extern const bwd_isa BWD_CAT(bwd_isa, BWD_ISA);

@@ -149,7 +149,7 @@ module_exec(PyObject *module)
 {
     bwd_module_state *st = bwd_module_state_of(module);
     st->isa = choose_isa();
-    if (!st->isa) {
+    if (!st->isa || bwd_step_exec(module) < 0) {
         return -1;
     }
 #ifdef BWD_WITH_PLAN

@@ -22,6 +22,7 @@ typedef struct bwd_module_state {
 bwd_module_state *bwd_module_state_of(PyObject *module);
 
 /* Each part adds its types and functions when the module is executed; -1 with an exception set on failure. */
+int bwd_step_exec(PyObject *module);
 int bwd_plan_exec(PyObject *module, bwd_module_state *st);
 
 #endif

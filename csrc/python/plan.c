@@ -2,6 +2,7 @@
 
 #include "python/module.h"
 
+#include <stddef.h>
 #include <string.h>
 #include <structmember.h>
 
@@ -23,7 +24,8 @@ bwd_plan_poison(bwd_plan *plan)
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *kind = type ? PyObject_GetAttrString(type, "__name__") : NULL;
     plan->poison = PyUnicode_FromFormat(
-        "update %llu was left half done: %zd of %zd parameters were stepped before %S: %S. The `step` of each parameter in "
+        "update %llu was left half done: %zd of %zd parameters were stepped before %S: %S. The `step` of each "
+        "parameter in "
         "optimizer.state says which. Load a checkpoint (optimizer.load_state_dict), or accept the partial update with "
         "optimizer.acknowledge_partial_update()",
         plan->update, plan->fired, PyList_Size(plan->slots), kind ? kind : Py_None, value ? value : Py_None);
@@ -45,86 +47,6 @@ bwd_plan_refuse_poisoned(bwd_plan *plan)
     return -1;
 }
 
-/* ---- Slot ------------------------------------------------------------------------------------------------ */
-
-static int
-slot_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    bwd_slot *slot = (bwd_slot *)self;
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(slot->plan);
-    Py_VISIT(slot->param);
-    Py_VISIT(slot->name);
-    return 0;
-}
-
-static int
-slot_clear(PyObject *self)
-{
-    bwd_slot *slot = (bwd_slot *)self;
-    Py_CLEAR(slot->plan);
-    Py_CLEAR(slot->param);
-    Py_CLEAR(slot->name);
-    return 0;
-}
-
-/* Both types hold only references that tp_clear drops, and free with the allocator of their heap type. */
-static void
-dealloc(PyObject *self, inquiry clear)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-static void
-slot_dealloc(PyObject *self)
-{
-    dealloc(self, slot_clear);
-}
-
-PyDoc_STRVAR(slot_hook_doc, "hook($self, param, /)\n--\n\n"
-"Steps the parameter from its gradient and frees the gradient.\n\n"
-"Give this to ``param.register_post_accumulate_grad_hook``. A parameter without a gradient is left alone.\n\n"
-"Args:\n    param: the tensor of this slot; dense, float32 or bfloat16, in CPU memory.\n\n"
-"Raises:\n    AccumulationError: a second gradient in one update, or an update that was left half done.\n"
-"    BwdFuseError: a gradient, state or hyper-parameter that cannot be stepped; the parameter is unchanged.");
-
-static PyMethodDef slot_methods[] = {
-    {"hook", bwd_slot_hook, METH_O, slot_hook_doc},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef slot_members[] = {
-    {"name", T_OBJECT, offsetof(bwd_slot, name), READONLY, "the parameter's name in messages"},
-    {"group", T_PYSSIZET, offsetof(bwd_slot, group), READONLY, "index of its param group"},
-    {"armed", T_BOOL, offsetof(bwd_slot, armed), 0, "a hook of this slot is registered"},
-    {"last_update", T_ULONGLONG, offsetof(bwd_slot, last_update), READONLY, "update in which it was last handled"},
-    {"grad_sq_sum", T_DOUBLE, offsetof(bwd_slot, grad_sq_sum), READONLY, "sum of its squared gradient there"},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot slot_slots[] = {
-    {Py_tp_doc, "One parameter's place in a plan; made by Plan.add()."},
-    {Py_tp_traverse, slot_traverse},
-    {Py_tp_clear, slot_clear},
-    {Py_tp_dealloc, slot_dealloc},
-    {Py_tp_methods, slot_methods},
-    {Py_tp_members, slot_members},
-    {0, NULL},
-};
-
-static PyType_Spec slot_spec = {
-    .name = "bwdfuse._C.Slot",
-    .basicsize = sizeof(bwd_slot),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = slot_slots,
-};
-
-/* ---- Plan ------------------------------------------------------------------------------------------------ */
-
 static int
 plan_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -135,6 +57,7 @@ plan_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(plan->slots);
     Py_VISIT(plan->error);
     Py_VISIT(plan->accumulation_error);
+    Py_VISIT(plan->bumped);
     return bwd_torch_traverse(&plan->torch, visit, arg);
 }
 
@@ -148,6 +71,7 @@ plan_clear(PyObject *self)
     Py_CLEAR(plan->poison);
     Py_CLEAR(plan->error);
     Py_CLEAR(plan->accumulation_error);
+    Py_CLEAR(plan->bumped);
     Py_CLEAR(plan->name_groups);
     Py_CLEAR(plan->name_state);
     Py_CLEAR(plan->name_begin);
@@ -166,7 +90,7 @@ plan_clear(PyObject *self)
 static void
 plan_dealloc(PyObject *self)
 {
-    dealloc(self, plan_clear);
+    bwd_dealloc(self, plan_clear);
 }
 
 /* "beta1" stands in a param group as betas[0]; every other hyper-parameter under its own name. */
@@ -211,7 +135,7 @@ plan_intern_names(bwd_plan *plan)
         PyObject **slot;
         const char *text;
     } names[] = {
-        {&plan->name_groups, "param_groups"},      {&plan->name_state, "state"}, {&plan->name_begin, "_begin_backward"},
+        {&plan->name_groups, "param_groups"},    {&plan->name_state, "state"}, {&plan->name_begin, "_begin_backward"},
         {&plan->name_init_state, "_init_state"}, {&plan->name_step, "step"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
@@ -268,20 +192,22 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     plan->isa = state->isa;
     plan->update = 1;
     plan->kernel = kernel == Py_None ? NULL : Py_NewRef(kernel);
-    if (parse_nonfinite(nonfinite, &plan->nonfinite) != 0 || plan_describe_rule(plan, rule) != 0
-        || plan_intern_names(plan) != 0 || plan_import_errors(plan) != 0
-        || (plan->optimizer = PyWeakref_NewRef(optimizer, NULL)) == NULL || (plan->slots = PyList_New(0)) == NULL
-        || bwd_torch_init(&plan->torch, exchange) != 0) {
+    if (parse_nonfinite(nonfinite, &plan->nonfinite) != 0 || plan_describe_rule(plan, rule) != 0 ||
+        plan_intern_names(plan) != 0 || plan_import_errors(plan) != 0 ||
+        (plan->optimizer = PyWeakref_NewRef(optimizer, NULL)) == NULL || (plan->slots = PyList_New(0)) == NULL ||
+        (plan->bumped = Py_BuildValue("[O]", Py_None)) == NULL || bwd_torch_init(&plan->torch, exchange) != 0) {
         Py_DECREF(plan);
         return NULL;
     }
     return (PyObject *)plan;
 }
 
-PyDoc_STRVAR(plan_add_doc, "add($self, param, /, group, name, armed)\n--\n\n"
-"Adds a parameter and returns its Slot.\n\n"
-"Args:\n    param: the tensor; held weakly.\n    group: index of its param group.\n    name: for messages.\n"
-"    armed: whether the caller registers ``slot.hook`` on it.");
+PyDoc_STRVAR(
+    plan_add_doc,
+    "add($self, param, /, group, name, armed)\n--\n\n"
+    "Adds a parameter and returns its Slot.\n\n"
+    "Args:\n    param: the tensor; held weakly.\n    group: index of its param group.\n    name: for messages.\n"
+    "    armed: whether the caller registers ``slot.hook`` on it.");
 
 static PyObject *
 plan_add(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -295,21 +221,11 @@ plan_add(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     const bwd_module_state *state = PyType_GetModuleState(Py_TYPE(self));
-    allocfunc alloc = state ? (allocfunc)PyType_GetSlot(state->slot_type, Py_tp_alloc) : NULL;
-    bwd_slot *slot = alloc ? (bwd_slot *)alloc(state->slot_type, 0) : NULL;
-    if (slot == NULL) {
-        return NULL;
+    PyObject *slot = state ? bwd_slot_new(state->slot_type, plan, param, group, name, armed) : NULL;
+    if (slot != NULL && PyList_Append(plan->slots, slot) != 0) {
+        Py_CLEAR(slot);
     }
-    slot->plan = (bwd_plan *)Py_NewRef(self);
-    slot->name = Py_NewRef(name);
-    slot->group = group;
-    slot->armed = (char)armed;
-    slot->param = PyWeakref_NewRef(param, NULL);
-    if (slot->param == NULL || PyList_Append(plan->slots, (PyObject *)slot) != 0) {
-        Py_DECREF(slot);
-        return NULL;
-    }
-    return (PyObject *)slot;
+    return slot;
 }
 
 /* Calls `visit` for every slot whose parameter is alive and holds a gradient; stops at the first failure. */
@@ -344,7 +260,12 @@ visit_check(bwd_slot *slot, PyObject *param, PyObject *grad)
 static int
 visit_update(bwd_slot *slot, PyObject *param, PyObject *grad)
 {
-    return bwd_slot_update(slot, param, grad, BWD_KEEP_GRAD);
+    int rc = bwd_slot_claim(slot);
+    if (rc == 0) {
+        rc = bwd_slot_update(slot, param, grad, BWD_KEEP_GRAD);
+        slot->busy = 0;
+    }
+    return rc;
 }
 
 static int
@@ -353,12 +274,15 @@ visit_refuse(bwd_slot *slot, PyObject *param, PyObject *grad)
     bwd_plan *plan = slot->plan;
     (void)param;
     (void)grad;
-    PyErr_Format(plan->error,
-                 slot->armed ? "parameter %R holds a gradient that its hook should have consumed: the gradient was set by hand, or hooks "
-                               "were removed. Clear it (zero_grad()) or call optimizer.disarm() to step after backward"
-                             : "parameter %R was frozen when the hooks were armed and has a gradient now: call optimizer.arm() after "
-                               "changing requires_grad",
-                 slot->name);
+    PyErr_Format(
+        plan->error,
+        slot->armed
+            ? "parameter %R holds a gradient that its hook should have consumed: the gradient was set by hand, or "
+              "hooks "
+              "were removed. Clear it (zero_grad()) or call optimizer.disarm() to step after backward"
+            : "parameter %R was frozen when the hooks were armed and has a gradient now: call optimizer.arm() after "
+              "changing requires_grad",
+        slot->name);
     return -1;
 }
 
@@ -371,9 +295,10 @@ plan_close_update(bwd_plan *plan)
     plan->backward_open = 0;
 }
 
-PyDoc_STRVAR(plan_step_doc, "step($self, /)\n--\n\n"
-"Steps every parameter that has a gradient, and keeps the gradients, as ``torch.optim`` does.\n\n"
-"All are checked before the first is changed.\n\nReturns:\n    The number of parameters handled.");
+PyDoc_STRVAR(plan_step_doc,
+             "step($self, /)\n--\n\n"
+             "Steps every parameter that has a gradient, and keeps the gradients, as ``torch.optim`` does.\n\n"
+             "All are checked before the first is changed.\n\nReturns:\n    The number of parameters handled.");
 
 static PyObject *
 plan_step(PyObject *self, PyObject *unused)
@@ -392,11 +317,12 @@ plan_step(PyObject *self, PyObject *unused)
     return PyLong_FromSsize_t(plan->params_stepped);
 }
 
-PyDoc_STRVAR(plan_close_doc, "close($self, /)\n--\n\n"
-"Closes an update whose parameters were stepped by hooks: checks coverage and re-arms the guard.\n\n"
-"Returns:\n    The number of parameters handled.\n\n"
-"Raises:\n    AccumulationError: the update was left half done.\n"
-"    BwdFuseError: no hook fired, or a gradient is present that a hook should have consumed.");
+PyDoc_STRVAR(plan_close_doc,
+             "close($self, /)\n--\n\n"
+             "Closes an update whose parameters were stepped by hooks: checks coverage and re-arms the guard.\n\n"
+             "Returns:\n    The number of parameters handled.\n\n"
+             "Raises:\n    AccumulationError: the update was left half done.\n"
+             "    BwdFuseError: no hook fired, or a gradient is present that a hook should have consumed.");
 
 static PyObject *
 plan_close(PyObject *self, PyObject *unused)
@@ -412,10 +338,12 @@ plan_close(PyObject *self, PyObject *unused)
         return NULL;
     }
     if (plan->fired == 0) {
-        PyErr_SetString(plan->error,
-                        "step(): no hook has fired since the last step(), so nothing was trained. Call backward() before step(). If you "
-                        "did: the parameters were replaced after arming (fully_shard, accelerator.prepare, deepcopy, a new "
-                        "nn.Parameter); build the optimizer or call optimizer.arm(model) after the model has its final parameters");
+        PyErr_SetString(
+            plan->error,
+            "step(): no hook has fired since the last step(), so nothing was trained. Call backward() before step(). "
+            "If you "
+            "did: the parameters were replaced after arming (fully_shard, accelerator.prepare, deepcopy, a new "
+            "nn.Parameter); build the optimizer or call optimizer.arm(model) after the model has its final parameters");
         return NULL;
     }
     plan_close_update(plan);
@@ -423,8 +351,9 @@ plan_close(PyObject *self, PyObject *unused)
     return PyLong_FromSsize_t(plan->params_stepped);
 }
 
-PyDoc_STRVAR(plan_acknowledge_doc, "acknowledge($self, /)\n--\n\n"
-"Forgets a half-done update and starts the next one. The parameters stay as they are.");
+PyDoc_STRVAR(plan_acknowledge_doc,
+             "acknowledge($self, /)\n--\n\n"
+             "Forgets a half-done update and starts the next one. The parameters stay as they are.");
 
 static PyObject *
 plan_acknowledge(PyObject *self, PyObject *unused)
@@ -436,8 +365,9 @@ plan_acknowledge(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(plan_end_backward_doc, "end_backward($self, /)\n--\n\n"
-"Notes that the backward in which hooks fired reached its end.");
+PyDoc_STRVAR(plan_end_backward_doc,
+             "end_backward($self, /)\n--\n\n"
+             "Notes that the backward in which hooks fired reached its end.");
 
 static PyObject *
 plan_end_backward(PyObject *self, PyObject *unused)
@@ -499,25 +429,21 @@ static PyGetSetDef plan_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(plan_doc, "Plan(optimizer, rule, *, nonfinite='off', kernel=None, exchange=True)\n--\n\n"
-"The parameters of one optimizer and the books of its updates.\n\n"
-"Args:\n    optimizer: held weakly; its ``param_groups`` and ``state`` are read at every step, and its methods\n"
-"        ``_begin_backward()`` and ``_init_state(param)`` are called.\n"
-"    rule: a key of ``rules()``.\n"
-"    nonfinite: what a gradient with inf or nan does: 'off' steps, 'skip' leaves the parameter, 'raise' raises.\n"
-"    kernel: a callable ``(param, grad, state, group, step)`` in place of the native step, for tests.\n"
-"    exchange: False reads tensors through Python attributes even where torch has the exchange table.");
+PyDoc_STRVAR(
+    plan_doc,
+    "Plan(optimizer, rule, *, nonfinite='off', kernel=None, exchange=True)\n--\n\n"
+    "The parameters of one optimizer and the books of its updates.\n\n"
+    "Args:\n    optimizer: held weakly; its ``param_groups`` and ``state`` are read at every step, and its methods\n"
+    "        ``_begin_backward()`` and ``_init_state(param)`` are called.\n"
+    "    rule: a key of ``rules()``.\n"
+    "    nonfinite: what a gradient with inf or nan does: 'off' steps, 'skip' leaves the parameter, 'raise' raises.\n"
+    "    kernel: a callable ``(param, grad, state, group, step)`` in place of the native step, for tests.\n"
+    "    exchange: False reads tensors through Python attributes even where torch has the exchange table.");
 
 static PyType_Slot plan_slots[] = {
-    {Py_tp_doc, (void *)plan_doc},
-    {Py_tp_new, plan_new},
-    {Py_tp_traverse, plan_traverse},
-    {Py_tp_clear, plan_clear},
-    {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_methods, plan_methods},
-    {Py_tp_members, plan_members},
-    {Py_tp_getset, plan_getset},
-    {0, NULL},
+    {Py_tp_doc, (void *)plan_doc}, {Py_tp_new, plan_new},         {Py_tp_traverse, plan_traverse},
+    {Py_tp_clear, plan_clear},     {Py_tp_dealloc, plan_dealloc}, {Py_tp_methods, plan_methods},
+    {Py_tp_members, plan_members}, {Py_tp_getset, plan_getset},   {0, NULL},
 };
 
 static PyType_Spec plan_spec = {
@@ -530,7 +456,7 @@ static PyType_Spec plan_spec = {
 int
 bwd_plan_exec(PyObject *module, bwd_module_state *state)
 {
-    state->slot_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &slot_spec, NULL);
+    state->slot_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &bwd_slot_spec, NULL);
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &plan_spec, NULL);
     if (state->slot_type == NULL || state->plan_type == NULL) {
         return -1;

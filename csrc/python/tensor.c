@@ -27,8 +27,8 @@ bwd_torch_init(bwd_torch *torch, int use_exchange)
 {
     int rc = -1;
     PyObject *module = PyImport_ImportModule("torch"), *nn = NULL, *native = NULL;
-    if (module == NULL || (nn = PyImport_ImportModule("torch.nn")) == NULL
-        || (native = PyImport_ImportModule("torch._C")) == NULL) {
+    if (module == NULL || (nn = PyImport_ImportModule("torch.nn")) == NULL ||
+        (native = PyImport_ImportModule("torch._C")) == NULL) {
         goto done;
     }
     const struct {
@@ -61,8 +61,8 @@ bwd_torch_init(bwd_torch *torch, int use_exchange)
             goto done;
         }
     }
-    if ((torch->is_neg = PyObject_GetAttrString(torch->tensor_type, "is_neg")) == NULL
-        || (torch->resolve_neg = PyObject_GetAttrString(torch->tensor_type, "resolve_neg")) == NULL) {
+    if ((torch->is_neg = PyObject_GetAttrString(torch->tensor_type, "is_neg")) == NULL ||
+        (torch->resolve_neg = PyObject_GetAttrString(torch->tensor_type, "resolve_neg")) == NULL) {
         goto done;
     }
     torch->exchange = use_exchange ? find_exchange(torch->tensor_type) : NULL;
@@ -75,10 +75,12 @@ done:
 }
 
 /* Every reference of the table, in one list for the two functions that must not forget one. */
-#define EACH_REFERENCE(X)                                                                                    \
-    X(tensor_type) X(parameter_type) X(is_neg) X(resolve_neg) X(increment_version) X(float32) X(bfloat16)    \
-    X(name_grad) X(name_local_tensor) X(name_data_ptr) X(name_stride) X(name_shape) X(name_dtype)            \
-    X(name_device) X(name_type)
+#define EACH_REFERENCE(X)                                                                                              \
+    X(tensor_type)                                                                                                     \
+    X(parameter_type)                                                                                                  \
+    X(is_neg)                                                                                                          \
+    X(resolve_neg) X(increment_version) X(float32) X(bfloat16) X(name_grad) X(name_local_tensor) X(name_data_ptr)      \
+        X(name_stride) X(name_shape) X(name_dtype) X(name_device) X(name_type)
 
 int
 bwd_torch_traverse(bwd_torch *torch, visitproc visit, void *arg)
@@ -156,8 +158,8 @@ static int
 view_by_exchange(const bwd_torch *torch, PyObject *tensor, bwd_view *view)
 {
     bwd_dl_tensor lent;
-    if (torch->exchange->tensor_from_object(tensor, &lent) != 0 || lent.device.type != BWD_DL_CPU
-        || lent.ndim > BWD_MAX_DIMS) {
+    if (torch->exchange->tensor_from_object(tensor, &lent) != 0 || lent.device.type != BWD_DL_CPU ||
+        lent.ndim > BWD_MAX_DIMS) {
         return -1;
     }
     view->data = lent.data ? (char *)lent.data + lent.byte_offset : NULL;
@@ -202,19 +204,19 @@ view_by_attributes(const bwd_torch *torch, PyObject *tensor, bwd_view *view)
 {
     int rc = -1;
     PyObject *shape = NULL, *stride = NULL, *dtype = NULL, *device = NULL, *type = NULL, *pointer = NULL;
-    if ((device = PyObject_GetAttr(tensor, torch->name_device)) == NULL
-        || (type = PyObject_GetAttr(device, torch->name_type)) == NULL
-        || PyUnicode_CompareWithASCIIString(type, "cpu") != 0
-        || (dtype = PyObject_GetAttr(tensor, torch->name_dtype)) == NULL
-        || (dtype != torch->float32 && dtype != torch->bfloat16)) {
+    if ((device = PyObject_GetAttr(tensor, torch->name_device)) == NULL ||
+        (type = PyObject_GetAttr(device, torch->name_type)) == NULL ||
+        PyUnicode_CompareWithASCIIString(type, "cpu") != 0 ||
+        (dtype = PyObject_GetAttr(tensor, torch->name_dtype)) == NULL ||
+        (dtype != torch->float32 && dtype != torch->bfloat16)) {
         goto done;
     }
     view->dtype = dtype == torch->float32 ? BWD_f32 : BWD_bf16;
     shape = PyObject_GetAttr(tensor, torch->name_shape);
-    if ((view->ndim = read_integers(shape, view->owned)) < 0
-        || (stride = PyObject_CallMethodObjArgs(tensor, torch->name_stride, NULL)) == NULL
-        || read_integers(stride, view->owned + BWD_MAX_DIMS) != view->ndim
-        || (pointer = PyObject_CallMethodObjArgs(tensor, torch->name_data_ptr, NULL)) == NULL) {
+    if ((view->ndim = read_integers(shape, view->owned)) < 0 ||
+        (stride = PyObject_CallMethodObjArgs(tensor, torch->name_stride, NULL)) == NULL ||
+        read_integers(stride, view->owned + BWD_MAX_DIMS) != view->ndim ||
+        (pointer = PyObject_CallMethodObjArgs(tensor, torch->name_data_ptr, NULL)) == NULL) {
         goto done;
     }
     view->shape = view->owned;
@@ -232,15 +234,17 @@ done:
 }
 
 int
-bwd_view_of(const bwd_torch *torch, PyObject *tensor, const char *what, PyObject *name, PyObject *error,
-            bwd_view *view)
+bwd_view_of(const bwd_torch *torch, PyObject *tensor, const char *what, PyObject *name, PyObject *error, bwd_view *view)
 {
     if (!PyObject_TypeCheck(tensor, (PyTypeObject *)torch->tensor_type)) {
-        PyErr_Format(error, "%s of parameter %R is %R, not a tensor; load a state_dict of this optimizer or of torch.optim.AdamW",
-                     what, name, tensor);
+        PyErr_Format(
+            error,
+            "%s of parameter %R is %R, not a tensor; load a state_dict of this optimizer or of torch.optim.AdamW", what,
+            name, tensor);
         return -1;
     }
-    const int failed = torch->exchange ? view_by_exchange(torch, tensor, view) : view_by_attributes(torch, tensor, view);
+    const int failed =
+        torch->exchange ? view_by_exchange(torch, tensor, view) : view_by_attributes(torch, tensor, view);
     if (failed) {
         return refuse(error, what, name, tensor, needs_dense_cpu);
     }

@@ -7,7 +7,7 @@
  *     denom      <- sqrt(exp_avg_sq) / sqrt(1 - beta2^step) + eps
  *     param      <- param - lr * weight_decay * param - lr / (1 - beta1^step) * exp_avg / denom
  *
- * maximize turns the sign of grad. grad^2 does not see it, so it is folded into the factor of grad in exp_avg.
+ * maximize turns the sign of grad.
  */
 #ifndef BWD_ADAMW_H
 #define BWD_ADAMW_H
@@ -29,42 +29,52 @@
 /* clang-format on */
 
 typedef struct bwd_adamw_scalars {
-    bwd_real beta1, beta1_rest; /* beta1 = the nearest float + what that rounding lost */
-    bwd_real grad_weight;       /* 1 - beta1, negative to maximize */
-    bwd_real beta2, grad_sq_weight;
-    bwd_real denom_scale, eps; /* 1 / sqrt(1 - beta2^step) */
-    bwd_real decay, step_size; /* lr * weight_decay, lr / (1 - beta1^step) */
+    bwd_mask ascend, near_grad;
+    bwd_real grad_weight; /* of grad - exp_avg, to be added to the nearer of the two */
+    bwd_split beta2, grad_sq_weight;
+    bwd_split denom_scale; /* 1 / sqrt(1 - beta2^step), over the step size lr / (1 - beta1^step) */
+    bwd_split eps;         /* over the step size */
+    bwd_split keep;        /* 1 - lr * weight_decay */
 } bwd_adamw_scalars;
 
-/* In double, once per update: 1 - beta and the bias corrections lose most of their digits in float. */
 BWD_INLINE bwd_adamw_scalars
 bwd_adamw_prepare(const double *hyper, double step)
 {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2];
     const double eps = hyper[3], weight_decay = hyper[4], maximize = hyper[5];
+    const double step_size = lr / (1.0 - pow(beta1, step)), bias_correction2 = sqrt(1.0 - pow(beta2, step));
+    const int near_grad = 1.0 - beta1 >= 0.5;
     bwd_adamw_scalars s;
-    s.beta1 = (bwd_real)beta1;
-    s.beta1_rest = (bwd_real)(beta1 - (double)s.beta1);
-    s.grad_weight = (bwd_real)((1.0 - 2.0 * maximize) * (1.0 - beta1));
-    s.beta2 = (bwd_real)beta2;
-    s.grad_sq_weight = (bwd_real)(1.0 - beta2);
-    s.denom_scale = (bwd_real)(1.0 / sqrt(1.0 - pow(beta2, step)));
-    s.eps = (bwd_real)eps;
-    s.decay = (bwd_real)(lr * weight_decay);
-    s.step_size = (bwd_real)(lr / (1.0 - pow(beta1, step)));
+    s.ascend = bwd_mask_of(maximize != 0.0);
+    s.near_grad = bwd_mask_of(near_grad);
+    s.grad_weight = (bwd_real)(near_grad ? -beta1 : 1.0 - beta1);
+    s.beta2 = bwd_split_of(beta2);
+    s.grad_sq_weight = bwd_split_of(1.0 - beta2);
+    if (step_size > 0.0) {
+        s.denom_scale = bwd_split_of(fmin(1.0 / bias_correction2 / step_size, BWD_REAL_MAX));
+        s.eps = bwd_split_of(fmin(eps / step_size, BWD_REAL_MAX));
+    }
+    else { /* lr = 0: the states move, and exp_avg / inf leaves param alone */
+        s.denom_scale = bwd_split_of(1.0);
+        s.eps = bwd_split_of(INFINITY);
+    }
+    s.keep = bwd_split_of(1.0 - lr * weight_decay);
     return s;
 }
 
-/* Where one term is much larger than the others it enters last and unrounded, so its own rounding is the only one of
- * that size: beta1 is taken to full precision because float(0.9) alone costs 0.4 ULP of exp_avg, and the decay is
- * subtracted instead of multiplying by 1 - decay, which costs 0.5 ULP of param. */
+/* exp_avg moves towards grad by interpolation, from the nearer of the two as torch's lerp does: a product with
+ * float(0.9) would cost 0.4 ULP at every step, always in one direction. Elsewhere no factor is rounded to bwd_real
+ * alone, the larger term enters each sum last, and what is left are the roundings of the sums and of the quotient.
+ * grad_sq_weight * grad * grad is taken from the left: grad * grad overflows first. */
 BWD_INLINE void
 bwd_adamw_update(bwd_real *param, bwd_real grad, bwd_real *state, const bwd_adamw_scalars *s)
 {
-    const bwd_real exp_avg = bwd_fma(s->beta1, state[0], bwd_fma(s->beta1_rest, state[0], s->grad_weight * grad));
-    const bwd_real exp_avg_sq = bwd_fma(s->beta2, state[1], s->grad_sq_weight * grad * grad);
-    const bwd_real denom = bwd_fma(bwd_sqrt(exp_avg_sq), s->denom_scale, s->eps);
-    *param -= bwd_fma(s->decay, *param, s->step_size * (exp_avg / denom));
+    const bwd_real g = bwd_negate_if(s->ascend, grad);
+    const bwd_real exp_avg = bwd_fma(s->grad_weight, g - state[0], bwd_pick(s->near_grad, g, state[0]));
+    const bwd_real weighted = bwd_split_scale(s->grad_sq_weight, g);
+    const bwd_real exp_avg_sq = bwd_fma(s->beta2.high, state[1], bwd_fma(weighted, g, s->beta2.low * state[1]));
+    const bwd_real denom = s->eps.high + bwd_split_fma(s->denom_scale, bwd_sqrt(exp_avg_sq), s->eps.low);
+    *param = bwd_split_fma(s->keep, *param, -(exp_avg / denom));
     state[0] = exp_avg;
     state[1] = exp_avg_sq;
 }

@@ -4,6 +4,8 @@
 #define BWD_RULE_H
 
 #include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 #ifdef __CUDACC__
 #define BWD_INLINE static __host__ __device__ __forceinline__
@@ -22,6 +24,7 @@ typedef enum bwd_range {
 } bwd_range;
 
 typedef float bwd_real;
+#define BWD_REAL_MAX 3.40282346638528859812e+38
 
 /* One rounding. Written where accuracy wants it; the compiler contracts nothing on its own, so that the bits do not
  * depend on what the machine has: without the instruction the C library computes the same value. */
@@ -35,6 +38,69 @@ BWD_INLINE bwd_real
 bwd_sqrt(bwd_real x)
 {
     return sqrtf(x);
+}
+
+/* A factor in twice the precision. */
+typedef struct bwd_split {
+    bwd_real high, low;
+} bwd_split;
+
+/* Both parts have the sign of x, so that an infinite operand stays infinite: a low part of zero or of the other sign
+ * would make it NaN. Where x fits high alone, low is too small to change any result but that one. */
+BWD_INLINE bwd_split
+bwd_split_of(double x)
+{
+    bwd_split s = {(bwd_real)x, 0};
+    if (fabs((double)s.high) > fabs(x)) {
+        s.high = nextafterf(s.high, 0.0f);
+    }
+    s.low = (double)s.high == x ? s.high * 0x1p-60f : (bwd_real)(x - (double)s.high);
+    return s;
+}
+
+/* a * x */
+BWD_INLINE bwd_real
+bwd_split_scale(bwd_split a, bwd_real x)
+{
+    return bwd_fma(a.high, x, a.low * x);
+}
+
+/* a * x + y */
+BWD_INLINE bwd_real
+bwd_split_fma(bwd_split a, bwd_real x, bwd_real y)
+{
+    return bwd_fma(a.high, x, bwd_fma(a.low, x, y));
+}
+
+/* A choice that is the same for every element, as a mask: all bits or none. No branch, and a wide machine does it
+ * beside its arithmetic. */
+typedef uint32_t bwd_mask;
+
+BWD_INLINE bwd_mask
+bwd_mask_of(int yes)
+{
+    return yes ? 0xffffffffu : 0u;
+}
+
+BWD_INLINE bwd_real
+bwd_pick(bwd_mask mask, bwd_real yes, bwd_real no)
+{
+    uint32_t a, b;
+    memcpy(&a, &yes, sizeof a);
+    memcpy(&b, &no, sizeof b);
+    a = (a & mask) | (b & ~mask);
+    memcpy(&yes, &a, sizeof a);
+    return yes;
+}
+
+BWD_INLINE bwd_real
+bwd_negate_if(bwd_mask mask, bwd_real x)
+{
+    uint32_t a;
+    memcpy(&a, &x, sizeof a);
+    a ^= mask & 0x80000000u;
+    memcpy(&x, &a, sizeof a);
+    return x;
 }
 
 #endif

@@ -20,7 +20,9 @@ import bwdfuse
 
 def build(dtype=torch.float32):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)  # one row over two ranks: an empty shard
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(
+        dtype
+    )  # one row over two ranks: an empty shard
 
 
 def shard(model, mesh, **options):
@@ -115,7 +117,9 @@ def ignored_parameters_are_stepped_beside_sharded_ones(mesh):
         fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
         opt = bwdfuse.AdamW(model.parameters(), lr=0.01, bwd_hook=hook)
         for step in range(3):
-            model(batch(step, 0)).square().mean().backward()  # the same data everywhere: nobody reduces an ignored gradient
+            model(
+                batch(step, 0)
+            ).square().mean().backward()  # the same data everywhere: nobody reduces an ignored gradient
             opt.step()
             opt.zero_grad()
         assert opt.grad_norm() > 0
@@ -142,7 +146,9 @@ def checkpoint_round_trip(mesh):
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     dcp.save({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}, checkpoint_id=folder[0])
-    saved = copy.deepcopy([full(opt.state[p][k]) for p in model.parameters() for k in ("exp_avg", "exp_avg_sq", "step")])
+    saved = copy.deepcopy(
+        [full(opt.state[p][k]) for p in model.parameters() for k in ("exp_avg", "exp_avg_sq", "step")]
+    )
     train(model, opt, 2, first=3)
     expected = weights(model)
     for hook in (True, False):

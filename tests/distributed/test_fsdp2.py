@@ -20,7 +20,15 @@ SCENARIOS = [
 
 def launch(names, ranks):
     script = Path(__file__).with_name("ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *names]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(script),
+        *names,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 

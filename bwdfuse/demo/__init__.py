@@ -1,0 +1,1 @@
+"""The real SFT run behind ``make demo``."""
