@@ -149,10 +149,10 @@ def announcement(module: torch.nn.Module) -> str:
 def gradient_bytes_by_group(module: torch.nn.Module) -> dict[str, int]:
     """Bytes of this rank's gradients by FSDP2 module: those of one module share a buffer, so they go together."""
     owner: dict[torch.nn.Parameter, str] = {}
-    child: Any  # FSDPModule is a mixin, which a type checker does not know to be a Module
     for name, child in module.named_modules():  # parents first, so the innermost FSDP module wins
+        members = dict.fromkeys(child.parameters(), name)
         if isinstance(child, FSDPModule) or child is module:
-            owner.update(dict.fromkeys(child.parameters(), name))
+            owner.update(members)
     sizes: dict[str, int] = {}
     for param, name in owner.items():
         if param.requires_grad:

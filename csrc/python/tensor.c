@@ -79,8 +79,9 @@ done:
     X(tensor_type)                                                                                                     \
     X(parameter_type)                                                                                                  \
     X(is_neg)                                                                                                          \
-    X(resolve_neg) X(increment_version) X(float32) X(bfloat16) X(name_grad) X(name_local_tensor) X(name_data_ptr)      \
-        X(name_stride) X(name_shape) X(name_dtype) X(name_device) X(name_type)
+    X(resolve_neg)                                                                                                     \
+    X(increment_version) X(float32) X(bfloat16) X(name_grad) X(name_local_tensor) X(name_data_ptr) X(name_stride)      \
+        X(name_shape) X(name_dtype) X(name_device) X(name_type)
 
 int
 bwd_torch_traverse(bwd_torch *torch, visitproc visit, void *arg)
