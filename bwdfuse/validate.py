@@ -192,6 +192,17 @@ def data_parallel(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
     return _refusal(facts, facts.strategy, why) if facts.sharding == "ddp" else None
 
 
+def replicas(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
+    """nn.DataParallel: the setting is no argument of a trainer but how many devices the process can see."""
+    if facts.replicas is None or facts.replicas.is_allowed:
+        return None
+    return Refusal(
+        f"{_named(facts, facts.replicas)}: nn.DataParallel copies the model to each of these devices in every forward, "
+        "and stepping the one that is copied from is not proven; make one device visible (CUDA_VISIBLE_DEVICES=0), or "
+        "start one process per device with torchrun."
+    )
+
+
 def fsdp1(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
     if facts.sharding != "fsdp1":
         return None
@@ -256,6 +267,11 @@ def optimizer_options(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | N
     return Refusal("; ".join(sentences) + ".", tuple(settings)) if sentences else None
 
 
+def unread_options(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
+    why = f"{facts.trainer} does not pass these on to AdamW, so they would be ignored"
+    return _refusal(facts, facts.unread_options, why, "AdamW's own options have arguments of their own")
+
+
 Refuse = Callable[[BwdHookConfig, TrainerFacts], Refusal | None]
 
 #: Asked first, and alone.
@@ -265,6 +281,7 @@ GATES: tuple[Refuse, ...] = (flag, version, loop, device)
 REFUSALS: tuple[Refuse, ...] = (
     nonfinite,
     data_parallel,
+    replicas,
     fsdp1,
     deepspeed,
     other_sharding,
@@ -283,6 +300,7 @@ REFUSALS: tuple[Refuse, ...] = (
     optimizer,
     optimizer_impl,
     optimizer_options,
+    unread_options,
 )
 
 

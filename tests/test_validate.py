@@ -53,6 +53,8 @@ GOOD_ARGUMENTS = TrainerFacts(
         steps=Option("gradient_accumulation_steps", 1, (1,)),
     ),
     batch_retry=Option("auto_find_batch_size", False, (False,)),
+    replicas=Option("n_gpu", 1, (1,)),
+    unread_options=Option("optim_args", None, (None, "")),
     grad_scaler=Option("fp16", False, (False,)),
     strategy=Option("distributed_type", "NO", ("FSDP2",)),
 )
@@ -121,6 +123,7 @@ def test_one_option(change, named, fix):
         (changed(GOOD_ARGUMENTS, clip_grad=1.0), "max_grad_norm=1.0", "max_grad_norm=0"),
         (changed(GOOD_ARGUMENTS, batch_retry=True), "auto_find_batch_size=True", "auto_find_batch_size=False"),
         (changed(GOOD_ARGUMENTS, grad_scaler=True), "fp16=True", "fp16=False"),
+        (changed(GOOD_ARGUMENTS, unread_options="eps=1"), "optim_args='eps=1'", "optim_args=None"),
         (changed(GOOD_ARGUMENTS, strategy="DDP", sharding="ddp"), "distributed_type='DDP'", "distributed_type='FSDP2'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -128,6 +131,12 @@ def test_one_option(change, named, fix):
 def test_one_option_of_a_trainer_with_arguments(facts, named, fix):
     (sentence,) = sentences(message(facts))
     assert named in sentence and f"set {fix}" in sentence
+
+
+def test_several_devices_in_one_process():
+    """No argument says how many devices a process sees, so there is nothing to copy into a line of settings."""
+    text = message(changed(GOOD_ARGUMENTS, replicas=2))
+    assert "n_gpu=2: nn.DataParallel" in text and "CUDA_VISIBLE_DEVICES=0" in text and "All of it" not in text
 
 
 def test_fsdp1_says_what_a_hook_would_see():
@@ -296,6 +305,8 @@ def test_every_refusal_is_reached_by_this_file():
         batch=Batch(Option("micro", 1), 1, total=Option("total", 2), steps=Option("steps", 2, (1,))),
         batch_retry=Option("retry", True, (False,)),
         optimizer_options={"nesterov": Option("nesterov", True)},
+        unread_options=Option("optim_args", "eps=1", (None,)),
+        replicas=Option("n_gpu", 2, (1,)),
     )
     bad = replace(ON, nonfinite="ignore")
     reached = {refuse.__name__ for refuse in validate.REFUSALS if refuse(bad, facts)}

@@ -60,6 +60,8 @@ class TrainerFacts:
         device_reason: Why ``device`` allows no more than it does.
         sharding: What ``strategy`` amounts to.
         optimizer_options: Further keyword arguments of the optimizer by name.
+        unread_options: Options for the optimizer that the trainer does not pass on to this one.
+        replicas: Devices that one process copies the model to (nn.DataParallel).
     """
 
     trainer: str
@@ -88,3 +90,5 @@ class TrainerFacts:
     optimizer: Option | None = None
     optimizer_impl: Option | None = None
     optimizer_options: Mapping[str, Option] = field(default_factory=dict)
+    unread_options: Option | None = None
+    replicas: Option | None = None
