@@ -80,3 +80,15 @@ def test_error_is_never_above_torchs(kwargs, scale):
     for name in OUTPUTS:
         assert ours[name].mean() <= theirs[name].mean(), name
         assert np.quantile(ours[name], 0.999) <= 1.05 * np.quantile(theirs[name], 0.999), name
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has no fma")
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.51, 0.9, 0.999])
+def test_exp_avg_has_torchs_bits(beta1):
+    """Both interpolate from the nearer end; so a run that changes sides does not change its momentum."""
+    kwargs = dict(lr=1e-3, weight_decay=1e-2, eps=1e-8, step=3, betas=(beta1, 0.99))
+    ours = random_arrays(N, "f32", seed=3)
+    theirs = [a.copy() for a in ours]
+    step(ours, **kwargs)
+    torch_fused(theirs, **kwargs)
+    assert (ours[2] == theirs[2]).all()

@@ -183,11 +183,30 @@ def test_nonfinite_elements_are_counted_one_by_one(fmt, isa, bad):
     assert np.isnan(total) == np.isnan(bad)
 
 
-def test_infinite_state_does_not_turn_into_nan(isa):
-    """exp_avg_sq at inf, after one overflow of grad^2, freezes its element as in torch; it must not poison it."""
+@pytest.mark.parametrize("beta2", [0.999, 0.5])
+def test_infinite_state_does_not_turn_into_nan(isa, beta2):
+    """exp_avg_sq at inf, after one overflow of grad^2, freezes its element as in torch; it must not poison it.
+
+    Nor may a beta2 that float32 holds exactly, whose low part could be zero: 0 * inf is NaN.
+    """
     param, grad, exp_avg, exp_avg_sq = (np.full(64, x, F32) for x in (1.0, 0.5, 0.1, np.inf))
-    step([param, grad, exp_avg, exp_avg_sq], isa=isa, weight_decay=0.0)
+    step([param, grad, exp_avg, exp_avg_sq], isa=isa, weight_decay=0.0, betas=(0.9, beta2))
     assert (param == 1.0).all() and (exp_avg_sq == np.inf).all() and np.isfinite(exp_avg).all()
+
+
+def test_infinite_param_stays_infinite(isa):
+    arrays = [np.full(64, x, F32) for x in (-np.inf, 0.5, 0.1, 1.0)]
+    step(arrays, isa=isa, weight_decay=0.0)
+    assert (arrays[0] == -np.inf).all()
+
+
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001])
+def test_nan_stays_nan_in_a_bf16_store(isa, payload):
+    """A payload of ones would carry out of the exponent when it is rounded, and come back as zero."""
+    arrays = [np.ones(64, d) for d in (BF16, BF16, F32, F32)]
+    arrays[2][:] = np.array([payload], np.uint32).view(F32)
+    step(arrays, isa=isa)
+    assert np.isnan(arrays[0].astype(F32)).all()
 
 
 def test_huge_gradient_does_not_overflow_early(isa):

@@ -9,35 +9,37 @@
 #define BWD_TEXT_(a)   #a
 #define BWD_TEXT(a)    BWD_TEXT_(a)
 
-/* A trip count that the compiler sees: whole vectors for every width, no remainder loop. */
-enum { BWD_BLOCK = 64, BWD_CACHE_LINE = 64, BWD_AHEAD = 256 };
-_Static_assert(BWD_BLOCK % BWD_LANES == 0 && BWD_CHUNK % BWD_BLOCK == 0, "blocks tile chunks, lanes tile blocks");
+/* Trip counts that the compiler sees: two whole vectors of the widest kind per loaded part (N of them), for every width
+ * a whole number of vectors, no remainder loop. */
+enum { BWD_CACHE_LINE = 64, BWD_AHEAD = 256, BWD_SCAN_BLOCK = 64 };
+#define BWD_BLOCK(N) (32 * (N))
+_Static_assert(BWD_CHUNK % BWD_BLOCK(2) == 0 && BWD_BLOCK(1) % BWD_LANES == 0, "lanes tile blocks, blocks tile chunks");
 
-/* The next block or two: worth a few percent from memory. Further ahead is machine-dependent and can cost much more
- * than it brings (3 KiB: +10 % on one machine, -25 % on another). A prefetch past the end of an array does not fault.
- */
+/* A little ahead, worth a few percent from memory. How far is machine-dependent, and further can cost more than it
+ * brings: 3 KiB ahead was a tenth faster on one machine and a quarter slower on another. A prefetch past the end of an
+ * array does not fault. */
 static inline void
-bwd_prefetch(const void *block, size_t size)
+bwd_prefetch(const void *block, size_t bytes)
 {
 #if defined(__GNUC__)
     const uintptr_t from = (uintptr_t)block + BWD_AHEAD;
-    for (size_t at = 0; at < BWD_BLOCK * size; at += BWD_CACHE_LINE) {
+    for (size_t at = 0; at < bytes; at += BWD_CACHE_LINE) {
         __builtin_prefetch((const void *)(from + at));
     }
 #else
-    (void)block, (void)size;
+    (void)block, (void)bytes;
 #endif
 }
 
 /* Squares are exact in double. Row by row into each lane, so the order of additions is the one the lanes promise. */
 #define BWD_STAMP_SQUARES(T, text)                                                                                     \
-    static inline void bwd_squares_##T(const bwd_##T *restrict grad, double *restrict lanes)                           \
+    static inline void bwd_squares_##T(const bwd_##T *restrict grad, int n, double *restrict lanes)                    \
     {                                                                                                                  \
-        bwd_real tile[BWD_BLOCK];                                                                                      \
-        const bwd_real *g = bwd_reals_##T(grad, BWD_BLOCK, tile);                                                      \
+        bwd_real tile[BWD_SCAN_BLOCK];                                                                                 \
+        const bwd_real *g = bwd_reals_##T(grad, n, tile);                                                              \
         for (int k = 0; k < BWD_LANES; k++) {                                                                          \
             double sum = lanes[k];                                                                                     \
-            for (int row = 0; row < BWD_BLOCK; row += BWD_LANES) {                                                     \
+            for (int row = 0; row < n; row += BWD_LANES) {                                                             \
                 sum += (double)g[row + k] * g[row + k];                                                                \
             }                                                                                                          \
             lanes[k] = sum;                                                                                            \
@@ -46,14 +48,14 @@ bwd_prefetch(const void *block, size_t size)
     static void bwd_scan_##T(size_t n, const void *grad, double *lanes)                                                \
     {                                                                                                                  \
         const bwd_##T *g = grad;                                                                                       \
-        for (; n >= BWD_BLOCK; n -= BWD_BLOCK, g += BWD_BLOCK) {                                                       \
-            bwd_prefetch(g, sizeof *g);                                                                                \
-            bwd_squares_##T(g, lanes);                                                                                 \
+        for (; n >= BWD_SCAN_BLOCK; n -= BWD_SCAN_BLOCK, g += BWD_SCAN_BLOCK) {                                        \
+            bwd_prefetch(g, BWD_SCAN_BLOCK * sizeof *g);                                                               \
+            bwd_squares_##T(g, BWD_SCAN_BLOCK, lanes);                                                                 \
         }                                                                                                              \
         if (n > 0) {                                                                                                   \
-            bwd_##T rest[BWD_BLOCK] = {0};                                                                             \
+            bwd_##T rest[BWD_SCAN_BLOCK] = {0};                                                                        \
             memcpy(rest, g, n * sizeof *g);                                                                            \
-            bwd_squares_##T(rest, lanes);                                                                              \
+            bwd_squares_##T(rest, BWD_SCAN_BLOCK, lanes);                                                              \
         }                                                                                                              \
     }
 BWD_DTYPES(BWD_STAMP_SQUARES)
@@ -69,7 +71,7 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
         bwd_##S *restrict state2, const bwd_##rule##_scalars *restrict scalars)                                        \
     {                                                                                                                  \
         enum { states = BWD_##rule##_STATE_COUNT };                                                                    \
-        for (int i = 0; i < BWD_BLOCK; i += N) {                                                                       \
+        for (int i = 0; i < BWD_BLOCK(N); i += N) {                                                                    \
             bwd_real x[N], g[N], st[BWD_MAX_STATES][N];                                                                \
             bwd_load##N##_##P(param + i, x);                                                                           \
             bwd_load##N##_##G(grad + i, g);                                                                            \
@@ -104,28 +106,28 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
         bwd_##P *p = param;                                                                                            \
         const bwd_##G *g = grad;                                                                                       \
         bwd_##S *st[BWD_MAX_STATES] = {state[0], state[1], state[2]};                                                  \
-        for (; n >= BWD_BLOCK; n -= BWD_BLOCK) {                                                                       \
-            bwd_prefetch(p, sizeof *p);                                                                                \
-            bwd_prefetch(g, sizeof *g);                                                                                \
+        for (; n >= BWD_BLOCK(N); n -= BWD_BLOCK(N)) {                                                                 \
+            bwd_prefetch(p, BWD_BLOCK(N) * sizeof *p);                                                                 \
+            bwd_prefetch(g, BWD_BLOCK(N) * sizeof *g);                                                                 \
             for (int k = 0; k < states; k++)                                                                           \
-                bwd_prefetch(st[k], sizeof *st[k]);                                                                    \
-            bwd_squares_##G(g, lanes);                                                                                 \
+                bwd_prefetch(st[k], BWD_BLOCK(N) * sizeof *st[k]);                                                     \
+            bwd_squares_##G(g, BWD_BLOCK(N), lanes);                                                                   \
             bwd_##rule##_##P##_##G##_##S##_block(p, g, st[0], st[1], st[2], &s);                                       \
-            p += BWD_BLOCK;                                                                                            \
-            g += BWD_BLOCK;                                                                                            \
+            p += BWD_BLOCK(N);                                                                                         \
+            g += BWD_BLOCK(N);                                                                                         \
             for (int k = 0; k < states; k++)                                                                           \
-                st[k] += BWD_BLOCK;                                                                                    \
+                st[k] += BWD_BLOCK(N);                                                                                 \
         }                                                                                                              \
         if (n > 0) {                                                                                                   \
-            bwd_##P param_rest[BWD_BLOCK] = {0};                                                                       \
-            bwd_##G grad_rest[BWD_BLOCK] = {0};                                                                        \
-            bwd_##S state_rest[BWD_MAX_STATES][BWD_BLOCK] = {{0}};                                                     \
+            bwd_##P param_rest[BWD_BLOCK(N)] = {0};                                                                    \
+            bwd_##G grad_rest[BWD_BLOCK(N)] = {0};                                                                     \
+            bwd_##S state_rest[BWD_MAX_STATES][BWD_BLOCK(N)] = {{0}};                                                  \
             void *rests[BWD_MAX_STATES] = {state_rest[0], state_rest[1], state_rest[2]};                               \
             memcpy(param_rest, p, n * sizeof *p);                                                                      \
             memcpy(grad_rest, g, n * sizeof *g);                                                                       \
             for (int k = 0; k < states; k++)                                                                           \
                 memcpy(rests[k], st[k], n * sizeof *st[k]);                                                            \
-            bwd_##rule##_##P##_##G##_##S(scalars, BWD_BLOCK, param_rest, grad_rest, rests, lanes);                     \
+            bwd_##rule##_##P##_##G##_##S(scalars, BWD_BLOCK(N), param_rest, grad_rest, rests, lanes);                  \
             memcpy(p, param_rest, n * sizeof *p);                                                                      \
             for (int k = 0; k < states; k++)                                                                           \
                 memcpy(st[k], rests[k], n * sizeof *st[k]);                                                            \
