@@ -1,5 +1,5 @@
 # Each target sets up what it needs in .venv and does nothing twice. `make` alone lists the targets.
-# trl stays out of .venv: verl 0.9 does not start beside it.
+# trl lies beside the packages of .venv, not among them: verl 0.9 does not start where trl can be imported.
 PYTHON ?= python3.11
 TRAINER ?= verl
 EXTRAS := verl demo test
@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEPS := $(VENV)/deps.stamp
 BUILD := $(VENV)/build.stamp
+TRL := $(VENV)/trl
 SOURCES := setup.py MANIFEST.in pyproject.toml $(shell find csrc -name '*.[ch]')
 
 # Isolated builds obey the constraints too; newer pips read the second name, older ones the first.
@@ -32,7 +33,7 @@ help:
 setup: $(BUILD)
 
 demo: $(BUILD)
-	@$(BIN)/python -m bwdfuse demo --trainer $(TRAINER)
+	@$(if $(filter trl,$(TRAINER)),PYTHONPATH=$(TRL)) $(BIN)/python -m bwdfuse demo --trainer $(TRAINER)
 
 test: $(BUILD)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -60,6 +61,7 @@ $(DEPS): pyproject.toml constraints.txt
 	@echo "· installing $$(wc -l < $(VENV)/requirements.txt) requirements and what they need (a minute or two)"
 	@$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt
 	@$(BIN)/python -m pip install -q --no-deps verl
+	@$(BIN)/python -m pip install -q --no-deps --target $(TRL) --upgrade trl
 	@touch $@
 
 $(BUILD): $(DEPS) $(SOURCES)

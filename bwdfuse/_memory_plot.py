@@ -116,7 +116,11 @@ def _legend(figure: Figure, knows_grads: bool) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=GRADS, label="gradients")] if knows_grads else []
-    handles.append(Patch(color=REST, label="activations, gathered weights, temporaries" if knows_grads else "everything above rest"))
+    handles.append(
+        Patch(
+            color=REST, label="activations, gathered weights, temporaries" if knows_grads else "everything above rest"
+        )
+    )
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10, labelcolor=INK
     )

@@ -1,6 +1,7 @@
 """Arming: what must hold of the parameters before hooks are put on them, and the putting on and taking off."""
 
 import functools
+import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -122,7 +123,9 @@ def unwatch_loss_scaling(optimizer: torch.optim.Optimizer) -> None:
 def _refusing(scale: Any) -> Any:
     @functools.wraps(scale)
     def refuse_while_armed(self, outputs):
-        if self.is_enabled() and any(optimizer.armed for optimizer in _armed):
+        if self.is_enabled() and _armed:
+            gc.collect()  # an LR scheduler and its optimizer form a cycle: one that nobody uses any more may still be there
+        if self.is_enabled() and _armed:
             raise ConfigError(
                 "GradScaler.scale() while an optimizer steps inside backward: the scaler unscales gradients and looks for inf only after "
                 "backward, when each is already used. Train in bfloat16 without a scaler (GradScaler(enabled=False)), or set bwd_hook=False"

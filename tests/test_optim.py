@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import same_bits
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bwdfuse
 from bwdfuse.errors import ConfigError
@@ -212,11 +213,28 @@ def test_closure(one):
 def test_step_hooks_run(one):
     p, opt = one(1.0, bwd_hook=True)
     seen = []
-    opt.register_step_pre_hook(lambda *_: seen.append("pre"))
-    opt.register_step_post_hook(lambda *_: seen.append("post"))
+    handles = [
+        opt.register_step_pre_hook(lambda *_: seen.append("pre")),
+        opt.register_step_post_hook(lambda *_: seen.append("post")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
+    ]
+    for _ in range(2):
+        p.sum().backward()
+        opt.step()
+        for handle in handles:
+            handle.remove()
+    assert seen == ["global pre", "pre", "post", "global post"], "and none once they are removed"
+    assert opt.stats()["updates"] == 2
+
+
+def test_step_appears_in_a_profile(one):
+    p, opt = one(1.0)
     p.sum().backward()
-    opt.step()
-    assert seen == ["pre", "post"]
+    with torch.profiler.profile() as profile:
+        opt.step()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+    assert opt.stats()["updates"] == 1
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -36,7 +36,8 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self._skipped = False
+        self._skipped = False  # this update, for a loss that is not finite
+        self._kept = 0  # parameters so far, for a gradient that is not finite
         self._bwd_hook = isinstance(optimizer_config, BwdHookOptimizerConfig) and not engine_config.forward_only
         if self._bwd_hook:
             optimizer_config.check_ranks(self.get_data_parallel_size())
@@ -75,19 +76,21 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
             print("WARN: bwdfuse: the loss is not finite on some rank; no parameter is updated on any rank", flush=True)
             return math.nan
         self._check_armed()
-        before = self.optimizer.stats()["skipped"]
         self.optimizer.step()
         self._check_nothing_left()
-        if skipped := self.optimizer.stats()["skipped"] - before:
-            print(f"WARN: bwdfuse: {skipped} parameters kept their value, their gradient is not finite", flush=True)
+        kept = self.optimizer.stats()["skipped"] - self._kept
+        if kept:
+            self._kept += kept
+            print(f"WARN: bwdfuse: {kept} parameters kept their value, their gradient is not finite", flush=True)
         return self.optimizer.grad_norm()
 
     # ---- guards ------------------------------------------------------------------------------------------------
 
     def _check_armed(self) -> None:
         if not (isinstance(self.optimizer, AdamW) and self.optimizer.armed):
+            kind = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
             raise BwdFuseError(
-                f"optim.bwd_hook=True is set, but the engine's optimizer is {type(self.optimizer).__name__} and not an "
+                f"optim.bwd_hook=True is set, but the engine's optimizer is {kind} and not an "
                 "armed bwdfuse.optim.AdamW: something replaced or disarmed it after the engine was built; keep the "
                 "optimizer that verl built, or set optim.bwd_hook=False"
             )

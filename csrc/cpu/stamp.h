@@ -10,11 +10,12 @@
 #define BWD_TEXT(a)    BWD_TEXT_(a)
 
 /* A trip count that the compiler sees: whole vectors for every width, no remainder loop. */
-enum { BWD_BLOCK = 64, BWD_CACHE_LINE = 64, BWD_AHEAD = 3072 };
+enum { BWD_BLOCK = 64, BWD_CACHE_LINE = 64, BWD_AHEAD = 256 };
 _Static_assert(BWD_BLOCK % BWD_LANES == 0 && BWD_CHUNK % BWD_BLOCK == 0, "blocks tile chunks, lanes tile blocks");
 
-/* The hardware's own prefetcher gives up on this many streams: asking 3 KiB ahead is worth a tenth from memory and
- * costs nothing measurable in cache. A prefetch past the end of an array does not fault. */
+/* The next block or two: worth a few percent from memory. Further ahead is machine-dependent and can cost much more
+ * than it brings (3 KiB: +10 % on one machine, -25 % on another). A prefetch past the end of an array does not fault.
+ */
 static inline void
 bwd_prefetch(const void *block, size_t size)
 {
@@ -58,6 +59,8 @@ bwd_prefetch(const void *block, size_t size)
 BWD_DTYPES(BWD_STAMP_SQUARES)
 
 /* The pointers are parameters because that is where GCC believes `restrict` without a run-time check.
+ * The squares come first: allocators place large arrays at one offset from a page, and a load of grad after a store to
+ * another array at that offset looks to the machine as if it might depend on it.
  * The last elements run as a whole block in a padded copy: the same code, so the same bits, whatever n is; a zero in
  * the padding adds nothing to a lane. */
 #define BWD_STAMP_UPDATE(rule, P, G, S, N)                                                                             \
@@ -106,8 +109,8 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
             bwd_prefetch(g, sizeof *g);                                                                                \
             for (int k = 0; k < states; k++)                                                                           \
                 bwd_prefetch(st[k], sizeof *st[k]);                                                                    \
-            bwd_##rule##_##P##_##G##_##S##_block(p, g, st[0], st[1], st[2], &s);                                       \
             bwd_squares_##G(g, lanes);                                                                                 \
+            bwd_##rule##_##P##_##G##_##S##_block(p, g, st[0], st[1], st[2], &s);                                       \
             p += BWD_BLOCK;                                                                                            \
             g += BWD_BLOCK;                                                                                            \
             for (int k = 0; k < states; k++)                                                                           \

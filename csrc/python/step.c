@@ -15,25 +15,26 @@ written(int which)
     return which != GRAD;
 }
 
-/* The dtype of a native-endian array by its name, which needs no import of the package that registered it.
- * -1 with an exception set: not one that is supported. */
+/* The dtype of a native-endian array by the name of its scalar type, which needs no import of the package that
+ * registered it (and, unlike dtype.name, no Python code). -1 with an exception set: not one that is supported. */
 static int
 dtype_of(PyArrayObject *array, const char *name)
 {
-    PyObject *descr = (PyObject *)PyArray_DESCR(array);
-    PyObject *text = PyObject_GetAttrString(descr, "name"), *utf8 = NULL;
-    const char *chars = NULL;
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    PyObject *text = PyType_GetName(descr->typeobj), *utf8 = text ? PyUnicode_AsUTF8String(text) : NULL;
+    const char *chars = utf8 ? PyBytes_AsString(utf8) : NULL;
     int dtype = -1;
-    if (!text || !(utf8 = PyUnicode_AsUTF8String(text)) || !(chars = PyBytes_AsString(utf8))) {
+    if (!chars) {
         goto done;
     }
     dtype = bwd_dtype_find(chars);
     if (dtype < 0) {
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S: pass float32, or bfloat16 from ml_dtypes", name, descr);
+        PyErr_Format(PyExc_TypeError, "%s has dtype %S: pass float32, or bfloat16 from ml_dtypes", name,
+                     (PyObject *)descr);
     }
     else if (!PyArray_ISNOTSWAPPED(array)) {
-        PyErr_Format(PyExc_ValueError, "%s has dtype %S, not in this machine's byte order: pass %s.astype(%s)", name,
-                     descr, name, chars);
+        PyErr_Format(PyExc_ValueError, "%s has dtype %S, not in this machine's byte order: pass %s.astype(\"%s\")",
+                     name, (PyObject *)descr, name, chars);
         dtype = -1;
     }
 done:

@@ -20,6 +20,20 @@ bwd_update_release(bwd_update *u)
     }
 }
 
+/* mapping[key] as a new reference, without the detour through the type's slots for the usual dict. */
+static PyObject *
+lookup(PyObject *mapping, PyObject *key)
+{
+    if (!PyDict_CheckExact(mapping)) {
+        return PyObject_GetItem(mapping, key);
+    }
+    PyObject *value = PyDict_GetItemWithError(mapping, key);
+    if (value == NULL && !PyErr_Occurred()) {
+        PyErr_SetObject(PyExc_KeyError, key);
+    }
+    return Py_XNewRef(value);
+}
+
 /* Groups are found by index at every call: load_state_dict and accelerate's prepare replace the dicts. */
 static int
 read_group(bwd_slot *slot, PyObject *optimizer, bwd_update *u)
@@ -33,7 +47,7 @@ read_group(bwd_slot *slot, PyObject *optimizer, bwd_update *u)
     }
     for (int i = 0; i < plan->n_hypers; i++) {
         const bwd_hyper_key *at = &plan->hypers[i];
-        PyObject *value = PyObject_GetItem(u->group, at->key);
+        PyObject *value = lookup(u->group, at->key);
         if (value != NULL && at->index >= 0) {
             PyObject *pair = value;
             value = PySequence_GetItem(pair, at->index);
@@ -79,7 +93,7 @@ read_state(bwd_slot *slot, PyObject *optimizer, PyObject *param, bwd_update *u)
     }
     for (int i = 0; i <= plan->n_states; i++) {
         PyObject *name = i < plan->n_states ? plan->state_names[i] : plan->name_step;
-        PyObject *tensor = PyObject_GetItem(u->state, name);
+        PyObject *tensor = lookup(u->state, name);
         if (tensor == NULL) {
             if (PyErr_ExceptionMatches(PyExc_KeyError)) {
                 PyErr_Clear();

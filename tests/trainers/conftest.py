@@ -1,7 +1,13 @@
 """Runs of verl's trainer, each made once and shared by the tests that compare them."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from verl_runs import Run, Trainer
+
+# trl is installed beside the environment's packages (see the Makefile); this process may import it, verl's may not.
+sys.path.append(str(Path(sys.prefix) / "trl"))
 
 ON = ("optim.bwd_hook=true", "optim.clip_grad=null")
 #: A bound that clips nothing: verl without our flag insists on one.

@@ -9,12 +9,16 @@ sft_loss = losses.sft_loss
 updates = 0
 
 
+def spoil(loss):
+    return loss * torch.nan
+
+
 def sft_loss_with_a_fault(*args, **kwargs):
     global updates
     loss, metrics = sft_loss(*args, **kwargs)
     updates += torch.is_grad_enabled()
-    if updates == UPDATE and torch.distributed.get_rank() == RANK:
-        loss = loss * torch.nan
+    if torch.is_grad_enabled() and updates == UPDATE and torch.distributed.get_rank() == RANK:
+        loss = spoil(loss)
     return loss, metrics
 
 

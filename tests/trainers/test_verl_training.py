@@ -52,6 +52,20 @@ def test_state_is_torchs(ours_on, stock):
     assert {float(value) for key, value in ours.items() if key.endswith("/step")} == {float(STEPS)}
 
 
+def test_replicated_shards_give_the_same_bits(trainer, stock):
+    """HSDP: every rank holds all of the model, and gradients are summed over ranks after they are sharded."""
+    replicated = finished(trainer("replicated", *ON, "engine.fsdp_size=1", modules=("torch_kernel",)))
+    assert [line.count("0.53 of 0.77 MiB") for line in replicated.announcements] == [1]
+    whole, shards = replicated.checkpoint(STEPS), stock.checkpoint(STEPS)
+    ranks = "2_rank_0", "2_rank_1"
+    for key, value in whole.items():
+        name = key.removeprefix(ranks[0]).removeprefix(ranks[1])
+        first, second = (shards[rank + name] for rank in ranks)
+        assert torch.equal(value, torch.cat([first, second]) if value.dim() else first), key
+    for ours, theirs in zip(column(replicated, "grad_norm"), column(stock, "grad_norm"), strict=True):
+        assert math.isclose(ours, theirs, rel_tol=1e-6)
+
+
 # ---- metrics -----------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +80,10 @@ def test_gradient_norms_are_stocks(seam, stock):
 
 
 def test_losses_are_stocks(seam, stock):
+    """Those of validation too, whose forward passes run between updates."""
     assert column(seam, "loss") == column(stock, "loss")
+    assert seam.validation == stock.validation
+    assert len(set(stock.validation)) == 2
 
 
 def test_the_same_metrics_are_logged(ours_on, stock):
@@ -160,10 +177,45 @@ def test_a_skipped_update_is_reported_as_stock_does(seam_with_a_fault, stock_wit
     assert ours.log.count(warnings) == 2, "both ranks say so"
 
 
-def test_micro_batches_that_appear_after_the_check_stop_the_run_before_backward(trainer):
-    script = trainer.script("late", "late_accumulation.py", *ON, ranks=1)
-    assert script.returncode != 0
-    assert "weights unchanged: True" in script.log
-    assert "AccumulationError" in script.log
-    assert "this update takes 4 micro-batches on this rank" in script.log
-    assert "set data.use_dynamic_bsz=False data.train_batch_size=8 data.micro_batch_size_per_gpu=8" in script.log
+def test_gradients_that_are_not_finite_are_not_stepped(trainer, stock_with_a_fault):
+    """The loss is finite, so verl finds out from the norm after backward; here each parameter is looked at."""
+    ours = finished(trainer("gradient_fault", *ON, "model.external_lib=nan_gradient", modules=("torch_kernel",)))
+    assert differences(ours.checkpoint(STEPS), stock_with_a_fault.checkpoint(STEPS)) == []
+    assert None not in column(ours, "loss")
+    assert [norm is None for norm in column(ours, "grad_norm")] == [step == 2 for step in range(STEPS)]
+    assert ours.log.count("WARN: bwdfuse: 27 parameters kept their value, their gradient is not finite") == 2
+
+
+@pytest.fixture(scope="session")
+def faults(trainer) -> dict[str, str]:
+    """What became of a run in which something changed after the settings were checked, by fault."""
+    run = finished(trainer.script("faults", "run_time_faults.py", *ON, ranks=1))
+    lines = (line.partition(": ") for line in run.log.splitlines())
+    return {fault: outcome for fault, _, outcome in lines}
+
+
+def test_without_a_fault_the_same_trainer_trains(faults):
+    assert faults["no fault"] == "trained on"
+
+
+def test_micro_batches_that_appear_after_the_check_are_refused_before_backward(faults):
+    said = faults["micro-batches"]
+    assert said.startswith("weights unchanged True: AccumulationError: ")
+    assert "this update takes 4 micro-batches on this rank" in said
+    assert "set data.use_dynamic_bsz=False data.train_batch_size=8 data.micro_batch_size_per_gpu=8" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("replaced optimizer", "optimizer is torch.optim.adamw.AdamW and not an armed"),
+        ("disarmed optimizer", "disarmed it"),
+    ],
+)
+def test_a_run_that_lost_its_optimizer_stops_before_backward(faults, fault, named):
+    assert faults[fault].startswith("weights unchanged True: BwdFuseError: optim.bwd_hook=True")
+    assert named in faults[fault]
+
+
+def test_a_gradient_that_nobody_steps_stops_the_run(faults):
+    assert "BwdFuseError: optim.bwd_hook=True: parameter 'extra' still has its gradient" in faults["foreign parameter"]

@@ -23,7 +23,8 @@ CHAT_TEMPLATE = (
 
 
 def make_model_and_data(folder: Path) -> None:
-    """``model``: a Qwen2 of 2 layers with its tokenizer; ``train.parquet``: 64 dialogues of standard-library lines."""
+    """``model``: a Qwen2 of 2 layers with its tokenizer; ``train.parquet``: 64 dialogues of standard-library lines;
+    ``val.parquet``: the first 16 of them."""
     import pandas
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,6 +61,7 @@ def make_model_and_data(folder: Path) -> None:
     rows = [[("user", pick(lines)), ("assistant", pick(lines))] for _ in range(64)]
     messages = [[{"role": role, "content": content} for role, content in row] for row in rows]
     pandas.DataFrame({"messages": messages}).to_parquet(folder / "train.parquet")
+    pandas.DataFrame({"messages": messages[:16]}).to_parquet(folder / "val.parquet")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Run:
     """One finished run of the trainer.
 
     Args:
-        metrics: What verl logged per step, in full precision.
+        metrics: What verl logged for each training step, in full precision.
+        validation: The losses of its validations.
         folder: Where its checkpoints are.
     """
 
@@ -75,6 +78,7 @@ class Run:
     returncode: int
     log: str
     metrics: list[dict[str, float]]
+    validation: list[float]
     folder: Path
 
     @property
@@ -123,6 +127,7 @@ class Trainer:
             *verl_cpu.OVERRIDES,
             f"model.path={self.folder}/model",
             f"data.train_files={self.folder}/train.parquet",
+            f"data.val_files={self.folder}/val.parquet",
             "data.train_batch_size=8",
             f"data.micro_batch_size_per_gpu={8 // ranks}",
             "data.use_dynamic_bsz=False",
@@ -140,6 +145,7 @@ class Trainer:
             "trainer.total_epochs=2",
             f"trainer.total_training_steps={self.STEPS}",
             "trainer.save_freq=3",
+            "trainer.test_freq=3",
             f"hydra.run.dir={self.folder}/hydra/{name}",
         ]
 
@@ -180,10 +186,12 @@ class Trainer:
                 process.terminate()  # torchrun ends its ranks
                 log = process.communicate()[0] + f"\nnot finished after {self.SECONDS} s"
         (self.folder / f"{name}.log").write_text(f"{command}\n{log}\n{time.perf_counter() - began:.1f} s\n")
-        metrics = []
+        logged = []
         if metrics_path.exists():
-            metrics = [json.loads(line)["data"] for line in metrics_path.read_text().splitlines()]
-        return Run(name, process.returncode, log, metrics, self.folder / name)
+            logged = [json.loads(line)["data"] for line in metrics_path.read_text().splitlines()]
+        metrics = [step for step in logged if "train/loss" in step]
+        validation = [step["val/loss"] for step in logged if "val/loss" in step]
+        return Run(name, process.returncode, log, metrics, validation, self.folder / name)
 
     def fork(self, run: Run, step: int, name: str) -> None:
         """Gives the run that will be called ``name`` the checkpoint of ``run`` after ``step`` to resume from."""
