@@ -23,7 +23,7 @@ REQUIREMENTS := import sys, tomllib; project = tomllib.load(open("pyproject.toml
 .PHONY: help setup demo test lint bench clean distclean
 
 help:
-	@echo "make demo   train SmolLM2-135M in verl, flag off, on and stock; check every claim (out/demo)"
+	@echo "make demo   train SmolLM2-135M in verl, flag off, on and stock; check every claim (out/demo); TRAINER=trl: in TRL"
 	@echo "make test   run the test suite"
 	@echo "make lint   ruff, mypy, clang-format"
 	@echo "make bench  measure hook and kernel against torch (out/bench)"

@@ -1,7 +1,8 @@
 """What every trainer module gives back, so that the rest of the demo need not know which trainer ran.
 
 A trainer module (verl.py; one per trainer) has ``NAME``, ``version() -> str`` and
-``train(arm, job, folder, progress) -> Arm``.
+``train(arm, job, folder, progress) -> Arm``; where it needs another recipe than the others, also
+``adapted(recipe) -> Recipe`` for the training.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from bwdfuse.demo.prepare import Prepared, prepare
 from bwdfuse.demo.recipe import RECIPES, Recipe
 from bwdfuse.demo.show import Screen
 
-TRAINERS = {"verl": "bwdfuse.demo.verl"}
+TRAINERS = {"verl": "bwdfuse.demo.verl", "trl": "bwdfuse.demo.trl"}
 SAMPLES = 2
 NEEDED = ("torch", "transformers", "rich", "tqdm", "matplotlib", "pyarrow", "safetensors")
 
@@ -39,12 +39,13 @@ def run(out: Path, *, trainer: str = "verl", recipe: str = "smollm2", cache: Pat
     prepared = prepare(chosen, cache.resolve() if cache else out.parent / "cache", screen.say)
     device, why = _device()
     screen.say(why)
-    job = Job(chosen, prepared.model, prepared.train_file, device, chosen.threads or os.cpu_count() or 1)
+    trained = module.adapted(chosen) if hasattr(module, "adapted") else chosen
+    job = Job(trained, prepared.model, prepared.train_file, device, trained.threads or os.cpu_count() or 1)
     arms = {}
     for name, title in ARMS.items():
-        with screen.training(f"{name:>5}: {title}", chosen.updates) as progress:
+        with screen.training(f"{name:>5}: {title}", trained.updates) as progress:
             arms[name] = module.train(name, job, out / "runs" / name, progress)
-    report = {"trainer": module.NAME, "device": device, **claims.measure(chosen, arms)}
+    report = {"trainer": module.NAME, "device": device, **claims.measure(trained, arms)}
     report |= _judge(chosen, prepared, arms, screen)
     report["machine"] = _machine(job.threads)
     report["versions"] = _versions(module)
@@ -55,7 +56,7 @@ def run(out: Path, *, trainer: str = "verl", recipe: str = "smollm2", cache: Pat
         shutil.rmtree(arms[name].weights)
     screen.table(report)
     screen.say(f"wrote {out / 'report.json'}, {out / 'memory.png'} and the trained model {arms[ON].weights}")
-    wrong = claims.broken(report, chosen)
+    wrong = claims.broken(report, trained)
     if wrong:
         raise DemoError("\n".join(wrong))
     return report

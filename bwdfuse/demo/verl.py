@@ -6,17 +6,14 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-from bwdfuse.demo import verl_cpu
-from bwdfuse.demo.arms import OFF, ON, STOCK, Arm, DemoError, Job, Progress
+from bwdfuse.demo import process, verl_cpu
+from bwdfuse.demo.arms import OFF, ON, STOCK, Arm, Job, Progress
 from bwdfuse.memory import Timeline
 
 NAME = "verl"
-TAIL = 25  # lines of verl's log shown when it fails
 # Stock verl insists on a threshold, and 0 would scale every gradient to zero. This one never clips: it multiplies by 1.
 NO_CLIPPING = "optim.clip_grad=1e9"
 # flash-attention is no dependency of ours, and padding is only removed with it.
@@ -40,9 +37,9 @@ def train(arm: str, job: Job, folder: Path, progress: Progress) -> Arm:
     """Train one arm in processes of its own and read back what they left in ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _run(_command(arm, job, folder), _environment(arm, job, folder), folder, progress)
+    process.run(NAME, _command(arm, job, folder), _environment(arm, job, folder), folder, progress)
     probe = json.loads((folder / "probe.json").read_text())
-    metrics = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line)["data"] for line in (folder / process.METRICS).read_text().splitlines()]
     timed = [seconds for seconds in probe["seconds"][1:] if seconds is not None]  # the first one warms up
     return Arm(
         losses=[row["train/loss"] for row in metrics if "train/loss" in row],
@@ -100,7 +97,7 @@ def _environment(arm: str, job: Job, folder: Path) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "99",
         "OMP_NUM_THREADS": str(job.threads),
         "OMP_WAIT_POLICY": "passive",  # spinning threads slow each other down by ten where cores are shared
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "VERL_FILE_LOGGER_PATH": str(folder / process.METRICS),
     }
     modules = ["bwdfuse.demo.verl_probe"]
     if job.device == "cpu":
@@ -110,28 +107,3 @@ def _environment(arm: str, job: Job, folder: Path) -> dict[str, str]:
     # Stock means stock: verl does not even load our plugin there.
     extra["VERL_USE_EXTERNAL_PLUGINS"] = "none" if arm == STOCK else "bwdfuse"
     return {**os.environ, **extra}
-
-
-def _run(command: list[str], environment: dict[str, str], folder: Path, progress: Progress) -> None:
-    log = folder / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                time.sleep(0.3)
-                progress(_lines(folder / "metrics.jsonl"))
-        finally:
-            if process.poll() is None:  # Ctrl-C here, or an error: torchrun takes its workers along
-                process.terminate()
-                process.wait()
-    progress(_lines(folder / "metrics.jsonl"))
-    if process.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-        raise DemoError(f"verl stopped with exit status {process.returncode}; the end of {log}:\n{tail}")
-
-
-def _lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0

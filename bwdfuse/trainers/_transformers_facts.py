@@ -9,6 +9,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from bwdfuse._native import native
 from bwdfuse.trainers.facts import Batch, Option, Sharding, TrainerFacts
@@ -84,7 +85,7 @@ def run_facts(
         device=Option("device", args.device.type, ("cpu",)),
         device_reason=str(native().build_info()["cuda"]),
         replicas=Option("n_gpu", args.n_gpu, (1, 0)),
-        offload_policy=Option("fsdp_config['cpu_offload']", bool(getattr(plugin, "cpu_offload", None)), (False,)),
+        offload_policy=Option("fsdp_config['cpu_offload']", _offloads(getattr(plugin, "cpu_offload", None)), (False,)),
     )
 
 
@@ -130,6 +131,11 @@ def _reentrant_in(model: torch.nn.Module) -> Option | None:
             name = "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)"
             return Option(name, {"use_reentrant": True}, ({"use_reentrant": False},))
     return None
+
+
+def _offloads(policy: object) -> bool:
+    """accelerate keeps a flag, FSDP1's CPUOffload or one of FSDP2's policies there."""
+    return policy is True or isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
 def _sharding(args: transformers.TrainingArguments, state: AcceleratorState) -> tuple[Option, Sharding]:
