@@ -18,10 +18,12 @@ def announcement(flag: str, module: torch.nn.Module) -> str:
     sizes = gradient_bytes(module)
     params = sum(param.requires_grad for param in module.parameters())
     total, at_once = sum(sizes.values()), max(sizes.values(), default=0)
+    sharded = any(isinstance(child, FSDPModule) for child in module.modules())
+    where, unit = (" on each rank", "FSDP group") if sharded else ("", "one")
     return (
-        f"bwdfuse: {flag} took effect: {params} parameters armed, stepped inside backward by the native AdamW; "
-        f"{(total - at_once) / MIB:.2f} of {total / MIB:.2f} MiB of gradients freed (the largest, {at_once / MIB:.2f} "
-        "MiB, is alive while it is stepped)"
+        f"bwdfuse: {flag} took effect: {params} parameters are stepped inside backward by the native AdamW; "
+        f"{(total - at_once) / MIB:.2f} of {total / MIB:.2f} MiB of gradients are freed{where} (all but the largest "
+        f"{unit}, {at_once / MIB:.2f} MiB)"
     )
 
 

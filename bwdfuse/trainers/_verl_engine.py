@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import verl
 from tensordict import TensorDict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
@@ -23,10 +21,10 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from bwdfuse.errors import AccumulationError, BwdFuseError, ConfigError
 from bwdfuse.optim import AdamW
+from bwdfuse.trainers._announce import announcement
 from bwdfuse.trainers._verl_config import BwdHookOptimizerConfig
 
 MODEL_TYPE, BACKEND = "language_model", "fsdp2"
-MIB = 2**20
 
 
 class BwdHookFSDPEngine(FSDPEngineWithLMHead):
@@ -48,7 +46,7 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
         if self._bwd_hook:
             optimizer.arm(module)
             if self.rank == 0:
-                print(announcement(module), flush=True)
+                print(announcement("optim.bwd_hook=True", module), flush=True)
         return optimizer
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
@@ -132,36 +130,6 @@ def _on_any_rank(condition: bool) -> bool:
     flag = torch.tensor(float(condition), device=get_device_id())
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag.item())
-
-
-# ---- what the log says ---------------------------------------------------------------------------------------------
-
-
-def announcement(module: torch.nn.Module) -> str:
-    """One line: that the flag took effect, on how many parameters, and what it saves on this rank."""
-    groups = gradient_bytes_by_group(module)
-    params = sum(param.requires_grad for param in module.parameters())
-    total, at_once = sum(groups.values()), max(groups.values())
-    return (
-        f"bwdfuse: optim.bwd_hook=True took effect: {params} parameters are stepped inside backward by the native "
-        f"AdamW; {(total - at_once) / MIB:.2f} of {total / MIB:.2f} MiB of gradients are freed on each rank (all but "
-        f"the largest FSDP group, {at_once / MIB:.2f} MiB)"
-    )
-
-
-def gradient_bytes_by_group(module: torch.nn.Module) -> dict[str, int]:
-    """Bytes of this rank's gradients by FSDP2 module: those of one module share a buffer, so they go together."""
-    owner: dict[torch.nn.Parameter, str] = {}
-    for name, child in module.named_modules():  # parents first, so the innermost FSDP module wins
-        members = dict.fromkeys(child.parameters(), name)
-        if isinstance(child, FSDPModule) or child is module:
-            owner.update(members)
-    sizes: dict[str, int] = {}
-    for param, name in owner.items():
-        if param.requires_grad:
-            local = param.to_local() if isinstance(param, DTensor) else param
-            sizes[name] = sizes.get(name, 0) + local.numel() * local.element_size()
-    return sizes
 
 
 # ---- registration --------------------------------------------------------------------------------------------------
