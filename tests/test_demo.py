@@ -326,7 +326,7 @@ def test_each_claim_can_break(good, recipe, change, words):
 def test_table_says_every_figure(good, capsys):
     show.Screen().table(good)
     printed = capsys.readouterr().out
-    for text in ("flag off", "torch.optim", "3.00 -> 2.00", "4.00 -> 3.00", "120.0", "40.0", "80.0", "30", "1e-07"):
+    for text in ("flag off", "torch.optim", "2.5000", "4.00 -> 3.00", "120.0", "40.0", "80.0", "30", "1e-07"):
         assert text in printed
     assert "def f(x: list[int])" in printed and "[b]" in printed and "(nothing)" in printed
 

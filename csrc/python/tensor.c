@@ -75,13 +75,13 @@ done:
 }
 
 /* Every reference of the table, in one list for the two functions that must not forget one. */
-#define EACH_REFERENCE(X)                                                                                              \
-    X(tensor_type)                                                                                                     \
-    X(parameter_type)                                                                                                  \
-    X(is_neg)                                                                                                          \
-    X(resolve_neg)                                                                                                     \
-    X(increment_version) X(float32) X(bfloat16) X(name_grad) X(name_local_tensor) X(name_data_ptr) X(name_stride)      \
-        X(name_shape) X(name_dtype) X(name_device) X(name_type)
+/* clang-format off */
+#define EACH_REFERENCE(X)                                              \
+    X(tensor_type) X(parameter_type) X(is_neg) X(resolve_neg)          \
+    X(increment_version) X(float32) X(bfloat16) X(name_grad)           \
+    X(name_local_tensor) X(name_data_ptr) X(name_stride) X(name_shape) \
+    X(name_dtype) X(name_device) X(name_type)
+/* clang-format on */
 
 int
 bwd_torch_traverse(bwd_torch *torch, visitproc visit, void *arg)
