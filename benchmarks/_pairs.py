@@ -138,5 +138,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def report(result: dict[str, object], file: str | None) -> None:
     """Adds the machine to the figures and writes them as JSON, when a file was asked for."""
     if file:
-        result = {**result, "command": sys.argv, "machine": machine()}
+        name = pathlib.Path(sys.argv[0]).stem
+        command = ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]
+        result = {**result, "command": command, "machine": machine()}
         pathlib.Path(file).write_text(json.dumps(result, indent=2) + "\n")
