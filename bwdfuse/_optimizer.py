@@ -14,14 +14,14 @@ from bwdfuse import attach
 from bwdfuse._native import native
 from bwdfuse.errors import AccumulationError, ConfigError
 
-# Options of torch's signature that choose an implementation. They are stored as torch's neutral values, so that a state_dict
-# written here never forces an implementation on the optimizer that loads it.
+# Options of torch's signature that choose an implementation and have no choice here: stored as torch's neutral values, so that
+# a state_dict written here never forces one on the optimizer that loads it. `fused` stays as it was given: torch takes it from
+# the file, and its fused and plain steps round differently.
 _NEUTRAL = {
     "amsgrad": False,
     "foreach": None,
     "capturable": False,
     "differentiable": False,
-    "fused": None,
     "decoupled_weight_decay": True,
 }
 _WHY_NOT = {
@@ -335,7 +335,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            group.update(_NEUTRAL)
+            group.update(_NEUTRAL, fused=self.defaults["fused"])
             for param in group["params"]:
                 if self.state.get(param):
                     checkpoint.normalise_step(self.state[param])

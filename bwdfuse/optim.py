@@ -30,7 +30,8 @@ class AdamW(BackwardOptimizer):
         weight_decay: decoupled decay, >= 0.
         amsgrad: must be False.
         maximize: ascend instead of descend.
-        foreach, capturable, differentiable: must be unset; fused: any value, this step is fused.
+        foreach, capturable, differentiable: must be unset; fused: any value, this step is fused;
+            kept for whoever loads the state_dict.
         bwd_hook: step each parameter inside backward and free its gradient. ``step()`` then closes the update; one backward per
             update. Build the optimizer after the model has its final parameters.
         nonfinite: what a gradient with inf or nan does to its parameter: "off" steps it as torch would, "skip" leaves parameter and
@@ -69,6 +70,7 @@ class AdamW(BackwardOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "fused": fused,
         }
         asked = {"amsgrad": amsgrad, "foreach": foreach, "capturable": capturable, "differentiable": differentiable}
         self._check_options({**defaults, **asked})

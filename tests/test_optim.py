@@ -299,6 +299,19 @@ def test_state_goes_to_torch_and_back(mlp, train, flags, monkeypatch):
     train(model, back, 1, first=4)
 
 
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_stock_goes_on_with_the_step_it_was_built_with(mlp, train, monkeypatch, fused):
+    """torch takes `fused` from the file: stock -> ours -> stock must not leave its own kernel on the way."""
+    monkeypatch.setattr(bwdfuse.AdamW, "_kernel", staticmethod(torch_kernel))
+    model = mlp()
+    ours = bwdfuse.AdamW(model.parameters(), lr=0.01, fused=fused, bwd_hook=True)
+    train(model, ours, 2)
+    ours.load_state_dict(torch.optim.AdamW(model.parameters(), fused=not fused, foreach=False).state_dict())
+    stock = torch.optim.AdamW(model.parameters(), fused=fused)
+    stock.load_state_dict(ours.state_dict())
+    assert ours.param_groups[0]["fused"] is stock.param_groups[0]["fused"] is fused
+
+
 def test_loaded_step_of_any_kind_becomes_float32(mlp, train):
     model = mlp()
     opt = bwdfuse.AdamW(model.parameters(), bwd_hook=True)
