@@ -129,11 +129,16 @@ def _exchange(torch: Any) -> dict[str, Any]:
     }
 
 
-def _trainer(name: str) -> dict[str, Any]:
+def _version(package: str) -> str | None:
+    """None where the package is absent, or lies on the path without metadata (a source tree, a vendored copy)."""
     try:
-        version = importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        version = None
+        return None
+
+
+def _trainer(name: str) -> dict[str, Any]:
+    version = _version(name)
     adapter = importlib.util.find_spec("bwdfuse.trainers") is not None
     adapter = adapter and importlib.util.find_spec(f"bwdfuse.trainers.{name}") is not None
     flag = "no adapter in this version: use bwdfuse.AdamW in a loop of your own"
@@ -151,8 +156,8 @@ def _hints(has_torch: bool) -> list[str]:
         value_head = Path(trl.submodule_search_locations[0]) / "experimental" / "ppo"
         if not value_head.exists():
             hints.append(
-                f"verl does not start beside trl {importlib.metadata.version('trl')}, which has lost a class that verl "
-                "imports; keep them in separate environments"
+                f"verl does not start beside trl {_version('trl') or '(of unknown version)'}, which has lost a class "
+                "that verl imports; keep them in separate environments"
             )
     if has_torch and os.environ.get("THP_MEM_ALLOC_ENABLE") != "1" and _huge_pages_allowed():
         hints.append(

@@ -1,5 +1,6 @@
 """build_info(), show(), the doctor and estimate commands: truthful where all is there, and never raising where it is not."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -96,8 +97,27 @@ def test_absent_trainer_and_absent_adapter(monkeypatch):
         raise report.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(report.importlib.metadata, "version", absent)
-    assert report.build_info()["trainers"]["verl"]["version"] is None
+    info = report.build_info()  # also where verl and trl lie on the path: their hint reads a version too
+    assert info["trainers"]["verl"]["version"] is None
     assert "no adapter" in report._trainer("no_such_trainer")["flag"]
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_hint_of_a_trl_that_verl_cannot_use(monkeypatch, tmp_path, metadata):
+    """Both lie on the path, with metadata or as source trees; the hint names what is known and nothing raises."""
+    for name in ("verl", "trl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if metadata:
+        (tmp_path / "trl-9.9.dist-info").mkdir()
+        (tmp_path / "trl-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    said = [hint for hint in report._hints(False) if hint.startswith("verl does not start")]
+    assert len(said) == 1 and ("trl 9.9" if metadata else "unknown version") in said[0]
+    (tmp_path / "trl" / "experimental" / "ppo").mkdir(parents=True)
+    assert not any(hint.startswith("verl does not start") for hint in report._hints(False))
 
 
 def test_hints(monkeypatch, tmp_path):
