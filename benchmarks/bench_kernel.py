@@ -37,7 +37,8 @@ SIZES = {"64Ki": 1 << 16, "64Mi": 1 << 26}
 
 
 def native_step(arrays):
-    _C.adamw_(*arrays, step=STEP, **HYPER, maximize=False, isa=None)
+    hypers = (HYPER["lr"], *HYPER["betas"], HYPER["eps"], HYPER["weight_decay"], False)
+    _C.step_("adamw", tuple(arrays), hypers, step=STEP, isa=None)
 
 
 def torch_step(tensors, step):

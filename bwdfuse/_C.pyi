@@ -11,20 +11,8 @@ class _Rule(TypedDict):
 def rules() -> dict[str, _Rule]: ...
 def isa_info() -> dict[str, Any]: ...
 def build_info() -> dict[str, Any]: ...
-def adamw_(
-    param: Any,
-    grad: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    /,
-    *,
-    step: float,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    isa: str | None,
+def step_(
+    rule: str, arrays: tuple[Any, ...], hypers: tuple[float, ...], /, *, step: float, isa: str | None
 ) -> tuple[float, int]: ...
 
 @final

@@ -17,9 +17,11 @@ HYPER = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, maximize=
 LANES, CHUNK = 16, 16384
 
 
-def step(arrays, *, isa=None, **kwargs):
+def step(arrays, *, rule="adamw", step=1, isa=None, **kwargs):
     """One native step in place; returns (grad_sq_sum, nonfinite)."""
-    return _C.adamw_(*arrays, **{**HYPER, "step": 1, **kwargs}, isa=isa)
+    hyper = {**HYPER, **kwargs}
+    hypers = (hyper["lr"], *hyper["betas"], hyper["eps"], hyper["weight_decay"], hyper["maximize"])
+    return _C.step_(rule, tuple(arrays), hypers, step=step, isa=isa)
 
 
 def random_arrays(n, fmt, seed=0, scale=(1.0, 1.0, 1.0, 1.0)):

@@ -43,6 +43,8 @@ const double *bwd_rule_defaults(int rule, int *count);
 int bwd_rule_bad_hyper(int rule, const double *hyper);
 /* What that hyper-parameter may be, as the end of a sentence: "a finite number >= 0". */
 const char *bwd_rule_hyper_range(int rule, int index);
+/* Whether it is one of 0 and 1. */
+int bwd_rule_hyper_is_switch(int rule, int index);
 /* The scalars of one step. */
 bwd_status bwd_rule_prepare(int rule, const double *hyper, double step, bwd_scalars *scalars);
 

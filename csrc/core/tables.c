@@ -115,6 +115,13 @@ bwd_rule_bad_hyper(int rule, const double *hyper)
     return -1;
 }
 
+int
+bwd_rule_hyper_is_switch(int rule, int index)
+{
+    const rule_row *row = row_of(rule);
+    return row && index >= 0 && index < row->hyper_count && row->ranges[index] == BWD_SWITCH;
+}
+
 const char *
 bwd_rule_hyper_range(int rule, int index)
 {

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { BWD_DL_MAJOR = 1 };
-enum { BWD_DL_CPU = 1, BWD_DL_CUDA = 2 };
+enum { BWD_DL_CPU = 1, BWD_DL_CUDA = 2, BWD_DL_CUDA_HOST = 3 };
 enum { BWD_DL_FLOAT = 2, BWD_DL_BFLOAT = 4 };
 
 typedef struct bwd_dl_device {
@@ -29,6 +29,16 @@ typedef struct bwd_dl_tensor {
     int64_t *strides; /* in elements; NULL means row-major */
     uint64_t byte_offset;
 } bwd_dl_tensor;
+
+/* What a capsule named "dltensor_versioned" holds; one named "dltensor" begins with the tensor itself. */
+enum { BWD_DL_READ_ONLY = 1, BWD_DL_COPIED = 2 };
+typedef struct bwd_dl_managed_versioned {
+    uint32_t major, minor;
+    void *manager;
+    void (*deleter)(struct bwd_dl_managed_versioned *self);
+    uint64_t flags;
+    bwd_dl_tensor tensor;
+} bwd_dl_managed_versioned;
 
 /* What the capsule type(tensor).__dlpack_c_exchange_api__ points at. Functions that are not called stay opaque. */
 typedef struct bwd_dl_exchange {

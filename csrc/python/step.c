@@ -1,149 +1,123 @@
-/* `_C.adamw_`: one AdamW step on NumPy arrays. The only file that sees NumPy; it knows nothing of torch or of hooks. */
+/* `_C.step_`: one step of any rule on arrays of the caller. It knows nothing of torch or of hooks. */
+#include "python/array.h"
 #include "python/module.h"
 
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION    NPY_1_25_API_VERSION
-#include <numpy/arrayobject.h>
+enum { PARAM, GRAD, STATES, MAX_ARRAYS = STATES + BWD_MAX_STATES };
 
-/* In the order of the signature: param, grad, then the rule's states. */
-enum { PARAM, GRAD, STATES, ARRAYS = STATES + BWD_adamw_STATE_COUNT };
-static const char *const array_names[ARRAYS] = {"param", "grad", "exp_avg", "exp_avg_sq"};
-
-static int
-written(int which)
-{
-    return which != GRAD;
-}
-
-/* The dtype of a native-endian array by the name of its scalar type, which needs no import of the package that
- * registered it (and, unlike dtype.name, no Python code). -1 with an exception set: not one that is supported. */
-static int
-dtype_of(PyArrayObject *array, const char *name)
-{
-    PyArray_Descr *descr = PyArray_DESCR(array);
-    PyObject *text = PyType_GetName(descr->typeobj), *utf8 = text ? PyUnicode_AsUTF8String(text) : NULL;
-    const char *chars = utf8 ? PyBytes_AsString(utf8) : NULL;
-    int dtype = -1;
-    if (!chars) {
-        goto done;
-    }
-    dtype = bwd_dtype_find(chars);
-    if (dtype < 0) {
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S: pass float32, or bfloat16 from ml_dtypes", name,
-                     (PyObject *)descr);
-    }
-    else if (!PyArray_ISNOTSWAPPED(array)) {
-        PyErr_Format(PyExc_ValueError, "%s has dtype %S, not in this machine's byte order: pass %s.astype(\"%s\")",
-                     name, (PyObject *)descr, name, chars);
-        dtype = -1;
-    }
-done:
-    Py_XDECREF(utf8);
-    Py_XDECREF(text);
-    return dtype;
-}
-
-/* What one array must be by itself; its dtype, or -1 with an exception set. */
-static int
-check_array(PyObject *object, int which)
-{
-    const char *name = array_names[which];
-    if (!PyArray_CheckExact(object)) {
-        PyErr_Format(PyExc_TypeError, "%s is a %R: pass a plain numpy.ndarray, for instance numpy.asarray(%s)", name,
-                     (PyObject *)Py_TYPE(object), name);
-        return -1;
-    }
-    PyArrayObject *array = (PyArrayObject *)object;
-    const int dtype = dtype_of(array, name);
-    if (dtype < 0) {
-        return -1;
-    }
-    if (!PyArray_IS_C_CONTIGUOUS(array)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s is not C-contiguous: pass an array whose elements lie side by side in memory, for instance "
-                     "numpy.ascontiguousarray(%s)",
-                     name, name);
-        return -1;
-    }
-    if (!PyArray_ISALIGNED(array)) {
-        PyErr_Format(PyExc_ValueError, "%s is misaligned at address %p: pass %s.copy()", name, PyArray_DATA(array),
-                     name);
-        return -1;
-    }
-    if (written(which) && !PyArray_ISWRITEABLE(array)) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only and would be written: pass a writeable array", name);
-        return -1;
-    }
-    return dtype;
-}
+#define FORMAT_TEXT(prefix, P, G, S, ...) prefix "(" #P ", " #G ", " #S ")"
+static const char known_formats[] = BWD_FORMATS(FORMAT_TEXT, " ");
+#undef FORMAT_TEXT
 
 static PyObject *
-shape_of(PyObject *array)
+shape_of(const bwd_array *array)
 {
-    return PyObject_GetAttrString(array, "shape");
-}
-
-/* All arrays have param's shape, and no two share memory (each pair has one that is written). */
-static int
-check_together(PyObject *const *objects)
-{
-    for (int i = 1; i < ARRAYS; i++) {
-        PyArrayObject *array = (PyArrayObject *)objects[i], *param = (PyArrayObject *)objects[PARAM];
-        if (!PyArray_SAMESHAPE(array, param)) {
-            PyObject *have = shape_of(objects[i]), *want = shape_of(objects[PARAM]);
-            if (have && want) {
-                PyErr_Format(PyExc_ValueError, "%s has shape %R but param has shape %R: pass arrays of one shape",
-                             array_names[i], have, want);
-            }
-            Py_XDECREF(have);
-            Py_XDECREF(want);
-            return -1;
+    PyObject *shape = PyTuple_New(array->ndim);
+    for (int d = 0; shape && d < array->ndim; d++) {
+        PyObject *length = PyLong_FromLongLong(array->shape[d]);
+        if (!length || PyTuple_SetItem(shape, d, length) < 0) {
+            Py_CLEAR(shape);
         }
     }
-    for (int i = 0; i < ARRAYS; i++) {
-        for (int k = i + 1; k < ARRAYS; k++) {
-            PyArrayObject *a = (PyArrayObject *)objects[i], *b = (PyArrayObject *)objects[k];
-            const uintptr_t from_a = (uintptr_t)PyArray_DATA(a), from_b = (uintptr_t)PyArray_DATA(b);
-            if (from_a < from_b + (uintptr_t)PyArray_NBYTES(b) && from_b < from_a + (uintptr_t)PyArray_NBYTES(a)) {
-                PyErr_Format(PyExc_ValueError, "%s and %s share memory: pass separate arrays, for instance %s.copy()",
-                             array_names[i], array_names[k], array_names[k]);
-                return -1;
-            }
-        }
+    return shape;
+}
+
+/* Every array has param's shape. */
+static int
+check_shape(const bwd_array *param, const bwd_array *array)
+{
+    const size_t bytes = (size_t)param->ndim * sizeof *param->shape;
+    if (array->ndim == param->ndim && (bytes == 0 || memcmp(array->shape, param->shape, bytes) == 0)) {
+        return 0;
+    }
+    PyObject *have = shape_of(array), *want = shape_of(param);
+    if (have && want) {
+        PyErr_Format(PyExc_ValueError, "%s has shape %R but param has shape %R: pass arrays of one shape", array->name,
+                     have, want);
+    }
+    Py_XDECREF(have);
+    Py_XDECREF(want);
+    return -1;
+}
+
+/* No two arrays share memory: one of each pair is written. */
+static int
+check_apart(const bwd_array *a, const bwd_array *b)
+{
+    const uintptr_t from_a = (uintptr_t)a->data, from_b = (uintptr_t)b->data;
+    if (from_a < from_b + b->n * bwd_dtype_size(b->dtype) && from_b < from_a + a->n * bwd_dtype_size(a->dtype)) {
+        PyErr_Format(PyExc_ValueError, "%s and %s share memory: pass separate arrays, for instance a copy of %s",
+                     a->name, b->name, b->name);
+        return -1;
     }
     return 0;
 }
 
 /* The storage format of the arrays, or -1 with an exception set. */
 static int
-check_arrays(PyObject *const *objects)
+find_format(const bwd_array *arrays, int count)
 {
-    int dtypes[ARRAYS];
-    for (int i = 0; i < ARRAYS; i++) {
-        dtypes[i] = check_array(objects[i], i);
-        if (dtypes[i] < 0) {
-            return -1;
-        }
-    }
-    if (check_together(objects) < 0) {
-        return -1;
-    }
-    for (int i = STATES + 1; i < ARRAYS; i++) {
-        if (dtypes[i] != dtypes[STATES]) {
+    const int state = count > STATES ? arrays[STATES].dtype : arrays[PARAM].dtype;
+    for (int i = STATES + 1; i < count; i++) {
+        if (arrays[i].dtype != state) {
             PyErr_Format(PyExc_TypeError, "%s has dtype %s but %s has dtype %s: pass states of one dtype",
-                         array_names[i], bwd_dtype_name(dtypes[i]), array_names[STATES],
-                         bwd_dtype_name(dtypes[STATES]));
+                         arrays[i].name, bwd_dtype_name(arrays[i].dtype), arrays[STATES].name, bwd_dtype_name(state));
             return -1;
         }
     }
-    const int format = bwd_format_find(dtypes[PARAM], dtypes[GRAD], dtypes[STATES]);
+    const int format = bwd_format_find(arrays[PARAM].dtype, arrays[GRAD].dtype, state);
     if (format < 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "param, grad and states have dtypes %s, %s and %s: pass all float32, all bfloat16, or bfloat16 "
-                     "param and grad with float32 states",
-                     bwd_dtype_name(dtypes[PARAM]), bwd_dtype_name(dtypes[GRAD]), bwd_dtype_name(dtypes[STATES]));
+        PyErr_Format(PyExc_TypeError, "param, grad and states have dtypes %s, %s and %s: pass one of%s",
+                     bwd_dtype_name(arrays[PARAM].dtype), bwd_dtype_name(arrays[GRAD].dtype), bwd_dtype_name(state),
+                     known_formats);
     }
     return format;
+}
+
+/* Looks at every array; runs no Python code, so that nothing can change before the step. */
+static int
+check_arrays(bwd_array *arrays, int count, bwd_job *job)
+{
+    for (int i = 0; i < count; i++) {
+        if (bwd_array_look(&arrays[i], i != GRAD) < 0 || check_shape(&arrays[PARAM], &arrays[i]) < 0) {
+            return -1;
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        for (int k = i + 1; k < count; k++) {
+            if (check_apart(&arrays[i], &arrays[k]) < 0) {
+                return -1;
+            }
+        }
+    }
+    job->format = find_format(arrays, count);
+    job->n = arrays[PARAM].n;
+    job->param = arrays[PARAM].data;
+    job->grad = arrays[GRAD].data;
+    for (int i = STATES; i < count; i++) {
+        job->state[i - STATES] = arrays[i].data;
+    }
+    return job->format < 0 ? -1 : 0;
+}
+
+/* Takes hold of the memory of param, grad and the rule's states: the only part that may run Python code of others. */
+static int
+hold_arrays(bwd_array *arrays, PyObject *objects, int rule)
+{
+    int state_count;
+    const char *const *states = bwd_rule_states(rule, &state_count);
+    const int count = STATES + state_count;
+    if (PyTuple_Size(objects) != count) {
+        PyErr_Format(PyExc_TypeError, "%s takes %d arrays (param, grad and its states), got %zd: pass all of them",
+                     bwd_rule_name(rule), count, PyTuple_Size(objects));
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        const char *name = i == PARAM ? "param" : i == GRAD ? "grad" : states[i - STATES];
+        if (bwd_array_hold(&arrays[i], PyTuple_GetItem(objects, i), name) < 0) {
+            return -1;
+        }
+    }
+    return count;
 }
 
 /* 0, or -1 with a TypeError that names the argument. */
@@ -162,46 +136,40 @@ number_of(PyObject *object, const char *name, double *number)
     return -1;
 }
 
-/* The arguments under the names that a caller knows, in the order of the rule. */
-static const char *const hyper_names[BWD_MAX_HYPERS] = {"lr",  "betas[0]",     "betas[1]",
-                                                        "eps", "weight_decay", "maximize"};
+/* Under the name that a caller knows. */
+static const char *
+caller_name(const char *hyper)
+{
+    return strcmp(hyper, "beta1") == 0 ? "betas[0]" : strcmp(hyper, "beta2") == 0 ? "betas[1]" : hyper;
+}
 
 static int
-check_hypers(PyObject *const *objects, PyObject *betas, PyObject *maximize, double *hyper)
+check_hypers(PyObject *numbers, bwd_job *job)
 {
-    PyObject *beta[2] = {NULL, NULL};
-    int result = -1;
-    if ((!PyTuple_Check(betas) && !PyList_Check(betas)) || PySequence_Size(betas) != 2) {
-        PyErr_Format(PyExc_TypeError, "betas=%R is not a pair: pass two numbers in [0, 1), for instance (0.9, 0.999)",
-                     betas);
+    int count;
+    const char *const *names = bwd_rule_hypers(job->rule, &count);
+    if (PyTuple_Size(numbers) != count) {
+        PyErr_Format(PyExc_TypeError, "%s has %d hyper-parameters, got %zd: pass all of them", bwd_rule_name(job->rule),
+                     count, PyTuple_Size(numbers));
         return -1;
     }
-    if (!PyBool_Check(maximize)) {
-        PyErr_Format(PyExc_TypeError, "maximize=%R is not a bool: pass True or False", maximize);
-        return -1;
-    }
-    beta[0] = PySequence_GetItem(betas, 0);
-    beta[1] = PySequence_GetItem(betas, 1);
-    if (!beta[0] || !beta[1]) {
-        goto done;
-    }
-    PyObject *const in_order[] = {objects[0], beta[0], beta[1], objects[1], objects[2], maximize};
-    for (int i = 0; i < 6; i++) {
-        if (number_of(in_order[i], hyper_names[i], &hyper[i]) < 0) {
-            goto done;
+    for (int i = 0; i < count; i++) {
+        PyObject *number = PyTuple_GetItem(numbers, i);
+        if (bwd_rule_hyper_is_switch(job->rule, i) && !PyBool_Check(number)) {
+            PyErr_Format(PyExc_TypeError, "%s=%R is not a bool: pass True or False", names[i], number);
+            return -1;
+        }
+        if (number_of(number, caller_name(names[i]), &job->hyper[i]) < 0) {
+            return -1;
         }
     }
-    const int bad = bwd_rule_bad_hyper(BWD_RULE_adamw, hyper);
+    const int bad = bwd_rule_bad_hyper(job->rule, job->hyper);
     if (bad >= 0) {
-        PyErr_Format(PyExc_ValueError, "%s=%R is out of range: pass %s", hyper_names[bad], in_order[bad],
-                     bwd_rule_hyper_range(BWD_RULE_adamw, bad));
-        goto done;
+        PyErr_Format(PyExc_ValueError, "%s=%R is out of range: pass %s", caller_name(names[bad]),
+                     PyTuple_GetItem(numbers, bad), bwd_rule_hyper_range(job->rule, bad));
+        return -1;
     }
-    result = 0;
-done:
-    Py_XDECREF(beta[0]);
-    Py_XDECREF(beta[1]);
-    return result;
+    return 0;
 }
 
 static const bwd_isa *
@@ -214,11 +182,14 @@ isa_argument(PyObject *module, const char *name)
     return isa;
 }
 
-PyDoc_STRVAR(adamw_doc,
-             "adamw_($module, param, grad, exp_avg, exp_avg_sq, /, *, step, lr, betas, eps, weight_decay,\n"
-             "       maximize, isa)\n--\n\n"
-             "One AdamW step on NumPy arrays, in place. See bwdfuse.functional.adamw_.\n\n"
+PyDoc_STRVAR(step_doc,
+             "step_($module, rule, arrays, hypers, /, *, step, isa)\n--\n\n"
+             "One step of a rule on arrays, in place. bwdfuse.functional has a function for each rule.\n\n"
              "Args:\n"
+             "    rule: A key of rules().\n"
+             "    arrays: (param, grad, states in the rule's order).\n"
+             "    hypers: Numbers in the rule's order; switches are bools.\n"
+             "    step: Number of the step being taken, from 1.\n"
              "    isa: None for the one chosen at import, or the name of a possible one (for tests).\n\n"
              "Returns:\n"
              "    tuple: (sum of grad * grad as float, number of non-finite elements of grad as int).\n\n"
@@ -226,32 +197,28 @@ PyDoc_STRVAR(adamw_doc,
              "    TypeError, ValueError: An argument is wrong; no array was changed.\n");
 
 static PyObject *
-adamw_(PyObject *module, PyObject *args, PyObject *kwargs)
+step_(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"", "", "", "", "step", "lr", "betas", "eps", "weight_decay", "maximize", "isa", NULL};
-    PyObject *arrays[ARRAYS], *step, *numbers[3], *betas, *maximize, *result = NULL;
-    const char *isa_name = NULL;
-    bwd_job job = {.rule = BWD_RULE_adamw};
+    static char *keywords[] = {"", "", "", "step", "isa", NULL};
+    PyObject *objects, *numbers, *step, *result = NULL;
+    const char *rule, *isa_name = NULL;
+    bwd_array arrays[MAX_ARRAYS] = {{NULL}};
+    bwd_job job = {0};
     bwd_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO$OOOOOOz:adamw_", keywords, &arrays[0], &arrays[1], &arrays[2],
-                                     &arrays[3], &step, &numbers[0], &betas, &numbers[1], &numbers[2], &maximize,
-                                     &isa_name)) {
+    int count;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!$Oz:step_", keywords, &rule, &PyTuple_Type, &objects,
+                                     &PyTuple_Type, &numbers, &step, &isa_name)) {
+        goto done;
+    }
+    job.rule = bwd_rule_find(rule);
+    if (job.rule < 0) {
+        PyErr_Format(PyExc_ValueError, "rule='%s' is unknown: pass a key of rules()", rule);
         goto done;
     }
     const bwd_isa *isa = isa_argument(module, isa_name);
-    if (!isa || number_of(step, "step", &job.step) < 0 || check_hypers(numbers, betas, maximize, job.hyper) < 0) {
+    if (!isa || number_of(step, "step", &job.step) < 0 || check_hypers(numbers, &job) < 0 ||
+        (count = hold_arrays(arrays, objects, job.rule)) < 0 || check_arrays(arrays, count, &job) < 0) {
         goto done;
-    }
-    /* Last, so that no Python code runs between the checks and the step. */
-    job.format = check_arrays(arrays);
-    if (job.format < 0) {
-        goto done;
-    }
-    job.n = (size_t)PyArray_SIZE((PyArrayObject *)arrays[PARAM]);
-    job.param = PyArray_DATA((PyArrayObject *)arrays[PARAM]);
-    job.grad = PyArray_DATA((PyArrayObject *)arrays[GRAD]);
-    for (int k = 0; k < BWD_adamw_STATE_COUNT; k++) {
-        job.state[k] = PyArray_DATA((PyArrayObject *)arrays[STATES + k]);
     }
     Py_BEGIN_ALLOW_THREADS status = bwd_step(isa, &job);
     Py_END_ALLOW_THREADS if (status != BWD_OK)
@@ -261,19 +228,19 @@ adamw_(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     result = Py_BuildValue("dK", job.grad_sq_sum, (unsigned long long)job.nonfinite);
 done:
+    for (int i = 0; i < MAX_ARRAYS; i++) {
+        bwd_array_release(&arrays[i]);
+    }
     return result;
 }
 
 static PyMethodDef step_methods[] = {
-    {"adamw_", (PyCFunction)(void (*)(void))adamw_, METH_VARARGS | METH_KEYWORDS, adamw_doc},
+    {"step_", (PyCFunction)(void (*)(void))step_, METH_VARARGS | METH_KEYWORDS, step_doc},
     {NULL, NULL, 0, NULL},
 };
 
 int
 bwd_step_exec(PyObject *module)
 {
-    if (PyArray_ImportNumPyAPI() < 0) {
-        return -1;
-    }
-    return PyModule_AddFunctions(module, step_methods);
+    return bwd_array_exec() < 0 ? -1 : PyModule_AddFunctions(module, step_methods);
 }
