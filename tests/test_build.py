@@ -2,6 +2,7 @@
 
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -20,11 +21,19 @@ from bwdfuse import _C
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = _C.build_info()
 ISAS = _C.isa_info()["built"]
-COMPILERS = [c for c in ("gcc", "clang") if shutil.which(c)]
+# A command each. clang also comes in the package ziglang, which needs no administrator; CI installs it.
+COMPILERS = {c: [c] for c in ("gcc", "clang") if shutil.which(c)}
+if "clang" not in COMPILERS and importlib.util.find_spec("ziglang"):
+    COMPILERS["clang"] = [sys.executable, "-m", "ziglang", "cc"]
 WARNINGS = "-Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla -Werror".split()
 SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/**/*.c"))
 # Exactly the bits of a release, whatever the optimisation.
 FLOAT_FLAGS = "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+
+MACROS = [
+    *("-DPy_LIMITED_API=0x030b0000", "-DBWD_WITH_PLAN"),
+    *(f'-DBWD_{m}=""' for m in ("FLAGS", "FLAGS_AVX2", "FLAGS_AVX512", "SANITIZE")),
+]
 
 needs_compiler = pytest.mark.skipif(not COMPILERS, reason="no C compiler")
 needs_source = pytest.mark.skipif(not SOURCES, reason="the tests run without the source tree")
@@ -44,9 +53,23 @@ def isa_of(source):
 
 def compile_object(compiler, source, target, *flags):
     includes = ["-Icsrc", "-isystem", sysconfig.get_paths()["include"], "-isystem", np.get_include()]
-    isa_flags = BUILD["isa_flags"][isa_of(source)].split()
+    # the tuning is GCC's, and changes no bit
+    isa_flags = [f for f in BUILD["isa_flags"][isa_of(source)].split() if compiler == "gcc" or "-mtune" not in f]
     built = [f"-DBWD_BUILT_{isa.upper()}" for isa in ISAS]
-    run(compiler, "-std=c11", *FLOAT_FLAGS, *flags, *isa_flags, *built, *includes, "-c", source, "-o", target, cwd=ROOT)
+    run(
+        *COMPILERS[compiler],
+        "-std=c11",
+        *FLOAT_FLAGS,
+        *flags,
+        *isa_flags,
+        *built,
+        *includes,
+        "-c",
+        source,
+        "-o",
+        target,
+        cwd=ROOT,
+    )
     return target
 
 
@@ -57,16 +80,15 @@ def compile_object(compiler, source, target, *flags):
 def test_compiles_without_a_warning(compiler, source, tmp_path):
     if isa_of(source) not in ISAS:
         pytest.skip("an instruction set of another architecture")
-    macros = ["-DPy_LIMITED_API=0x030b0000", *(f'-DBWD_{m}=""' for m in ("FLAGS", "FLAGS_AVX2", "FLAGS_AVX512"))]
     # CPython's slot tables hold functions as void pointers, which ISO C does not know.
     pedantic = [] if source.startswith("csrc/python/") else ["-pedantic"]
-    compile_object(compiler, source, tmp_path / "o.o", *WARNINGS, *pedantic, *macros, '-DBWD_SANITIZE=""', "-O2")
+    compile_object(compiler, source, tmp_path / "o.o", *WARNINGS, *pedantic, *MACROS, "-O2")
 
 
 def disassembly(isa, tmp_path):
     """Instruction lists by function, of the loops of one instruction set as a release compiles them."""
     flags = [f for f in BUILD["flags"].split() if not f.startswith("-W")]
-    target = compile_object(COMPILERS[0], f"csrc/cpu/{isa}.c", tmp_path / f"{isa}.o", *flags)
+    target = compile_object(next(iter(COMPILERS)), f"csrc/cpu/{isa}.c", tmp_path / f"{isa}.o", *flags)
     functions = {}
     for line in run("objdump", "-d", "--no-show-raw-insn", "-M", "att", target).splitlines():
         if start := re.match(r"[0-9a-f]+ <(\w+)[\w.]*>:", line):
@@ -114,7 +136,7 @@ def test_every_loop_is_packed(isa, tmp_path):
 @pytest.mark.parametrize("optimise", ["-O0", "-O2"])
 def test_core_under_sanitizers(optimise, tmp_path):
     """The native check over every instruction set, format and memory order, under ASan and UBSan."""
-    compiler = COMPILERS[0]
+    compiler = next(iter(COMPILERS))
     flags = [optimise, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *WARNINGS]
     sources = [s for s in SOURCES if s.startswith(("csrc/core/", "csrc/cpu/")) and isa_of(s) in ISAS]
     objects = [
@@ -122,7 +144,7 @@ def test_core_under_sanitizers(optimise, tmp_path):
         for k, source in enumerate([*sources, "tests/native/check_core.c"])
     ]
     program = tmp_path / "check_core"
-    run(compiler, "-fsanitize=address,undefined", *objects, "-lm", "-o", program)
+    run(*COMPILERS[compiler], "-fsanitize=address,undefined", *objects, "-lm", "-o", program)
     assert run(program).strip().endswith(" 0 failures")
 
 
@@ -173,6 +195,21 @@ for fmt in FORMATS:
         test_kernels.test_bits_are_those_of_every_release(fmt, isa)
 print(bwdfuse._C.build_info())
 """
+
+
+@needs_source
+@pytest.mark.skipif("clang" not in COMPILERS, reason="no clang: pip install ziglang")
+def test_another_compiler_gives_the_same_bits(tmp_path):
+    sources = [s for s in SOURCES if isa_of(s) in ISAS]
+    flags = ["-O3", "-fPIC", "-fvisibility=hidden", *MACROS]
+    objects = [compile_object("clang", s, tmp_path / f"{k}.o", *flags) for k, s in enumerate(sources)]
+    package = tmp_path / "bwdfuse"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    run(*COMPILERS["clang"], "-shared", *objects, "-lm", "-o", package / "_C.abi3.so")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
+    out = run(sys.executable, "-c", PINNED.format(directory=str(tmp_path)), env=environment, cwd=tmp_path)
+    assert "clang" in out.lower()
 
 
 @needs_source

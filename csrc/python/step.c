@@ -202,10 +202,11 @@ step_(PyObject *module, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"", "", "", "step", "isa", NULL};
     PyObject *objects, *numbers, *step, *result = NULL;
     const char *rule, *isa_name = NULL;
-    bwd_array arrays[MAX_ARRAYS] = {{NULL}};
+    bwd_array arrays[MAX_ARRAYS];
     bwd_job job = {0};
     bwd_status status;
     int count;
+    memset(arrays, 0, sizeof arrays);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!$Oz:step_", keywords, &rule, &PyTuple_Type, &objects,
                                      &PyTuple_Type, &numbers, &step, &isa_name)) {
         goto done;
