@@ -76,7 +76,7 @@ def quoted(flags):
 # The linker reads them in this order: core calls the loops, so core comes first.
 LIBRARIES = [
     library("bwd_core", sorted(glob("csrc/core/*.c")), macros=[(f"BWD_BUILT_{isa.upper()}", None) for isa in BUILT]),
-    *(library(f"bwd_{isa}", [f"csrc/cpu/{isa}.c"], ISA_FLAGS[isa]) for isa in BUILT),
+    *(library(f"bwd_{isa}", [f"csrc/cpu/{isa}.c", f"csrc/cpu/{isa}_double.c"], ISA_FLAGS[isa]) for isa in BUILT),
 ]
 EXTENSION = Extension(
     "bwdfuse._C",

@@ -12,11 +12,12 @@ from bwdfuse.errors import AccumulationError, BwdFuseError, ConfigError
 
 if TYPE_CHECKING:
     from bwdfuse import functional, memory, optim
-    from bwdfuse.optim import AdamW
+    from bwdfuse.optim import Adam, AdamW
     from bwdfuse.report import build_info, show
 
 __all__ = [
     "AccumulationError",
+    "Adam",
     "AdamW",
     "BwdFuseError",
     "ConfigError",
@@ -30,6 +31,7 @@ __all__ = [
 
 # Loaded on first use: torch takes seconds to import and the NumPy entry points do not need it.
 _LAZY = {
+    "Adam": ("bwdfuse.optim", "Adam"),
     "AdamW": ("bwdfuse.optim", "AdamW"),
     "build_info": ("bwdfuse.report", "build_info"),
     "show": ("bwdfuse.report", "show"),

@@ -11,7 +11,7 @@ import torch
 from bwdfuse._native import native
 from bwdfuse.errors import ConfigError
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: Optimizers that are armed now.
 _armed: weakref.WeakSet = weakref.WeakSet()
@@ -52,7 +52,7 @@ def _refusal(param: torch.Tensor, own: Set[int]) -> str | None:
     if type(param).__name__ == "FlatParameter":
         return "is an FSDP1 flat parameter, whose hook sees unreduced gradients: use FSDP2 (fully_shard)"
     if param.layout != torch.strided or param.dtype not in _DTYPES:
-        return f"is {param.dtype} with layout {param.layout}: the native step takes dense float32 or bfloat16; use torch.optim.AdamW"
+        return f"is {param.dtype} with layout {param.layout}: the native step takes dense floating-point tensors; use torch.optim.AdamW"
     if param.device.type != "cpu":
         return f"is on {param.device}: this version steps CPU tensors only; use torch.optim.AdamW(fused=True) there"
     placements = getattr(param, "placements", ())

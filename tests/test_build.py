@@ -47,7 +47,7 @@ def run(*command, **kwargs):
 
 
 def isa_of(source):
-    name = pathlib.Path(source).stem
+    name = pathlib.Path(source).stem.removesuffix("_double")
     return name if source.startswith("csrc/cpu/") else "baseline"
 
 
@@ -88,9 +88,12 @@ def test_compiles_without_a_warning(compiler, source, tmp_path):
 def disassembly(isa, tmp_path):
     """Instruction lists by function, of the loops of one instruction set as a release compiles them."""
     flags = [f for f in BUILD["flags"].split() if not f.startswith("-W")]
-    target = compile_object(next(iter(COMPILERS)), f"csrc/cpu/{isa}.c", tmp_path / f"{isa}.o", *flags)
     functions = {}
-    for line in run("objdump", "-d", "--no-show-raw-insn", "-M", "att", target).splitlines():
+    lines = []
+    for name in (isa, f"{isa}_double"):
+        target = compile_object(next(iter(COMPILERS)), f"csrc/cpu/{name}.c", tmp_path / f"{name}.o", *flags)
+        lines += run("objdump", "-d", "--no-show-raw-insn", "-M", "att", target).splitlines()
+    for line in lines:
         if start := re.match(r"[0-9a-f]+ <(\w+)[\w.]*>:", line):
             current = functions.setdefault(start[1], [])
         elif "\t" in line:
@@ -111,9 +114,10 @@ def test_every_loop_is_packed(isa, tmp_path):
     """
     register = {"avx512": "%zmm", "avx2": "%ymm", "baseline": "%xmm"}[isa]
     functions = disassembly(isa, tmp_path)
-    updates = [name for name in functions if re.fullmatch(r"bwd_(adamw)_\w+?(f32|bf16)_(f32|bf16)", name)]
+    dtype = "(f32|bf16|f16|f64)"
+    updates = [name for name in functions if re.fullmatch(rf"bwd_adam\w*_{dtype}_{dtype}_{dtype}", name)]
     scans = [name for name in functions if name.startswith("bwd_scan_")]
-    assert len(updates) == 3 and len(scans) == 2, sorted(functions)
+    assert len(updates) == 4 * 11 and len(scans) == 4, sorted(functions)
 
     def count(name, operation):
         return sum(1 for i in functions[name] if re.match(rf"v?{operation}\s", i) and register in i)
@@ -125,9 +129,10 @@ def test_every_loop_is_packed(isa, tmp_path):
     if isa == "baseline":
         return
     for name in updates:
-        for operation in ("sqrtps", "divps", r"fmadd\d+ps", "mulps", "subps"):
-            assert count(name, operation) >= 1, f"{name}: no {operation} on {register}"
-        scalar = [i for i in functions[name] if re.match(r"v(sqrt|div|mul|sub|fn?m(add|sub)\d+)ss\s", i)]
+        kind = "d" if name.endswith("f64") else "s"
+        for operation in ("sqrt", "div", r"fmadd\d+", "mul", "sub"):
+            assert count(name, f"{operation}p{kind}") >= 1, f"{name}: no {operation}p{kind} on {register}"
+        scalar = [i for i in functions[name] if re.match(r"v(sqrt|div|mul|sub|fn?m(add|sub)\d+)s[sd]\s", i)]
         assert not scalar, f"{name}: {scalar[:5]}"
 
 

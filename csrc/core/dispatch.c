@@ -3,67 +3,68 @@
 
 #include "core/run.h"
 
-extern const bwd_isa bwd_isa_baseline;
+/* Widest first; baseline is always there. */
 #ifdef BWD_BUILT_AVX2
-extern const bwd_isa bwd_isa_avx2;
+#define AVX2(X) X(avx2)
+#else
+#define AVX2(X)
 #endif
 #ifdef BWD_BUILT_AVX512
-extern const bwd_isa bwd_isa_avx512;
+#define AVX512(X) X(avx512)
+#else
+#define AVX512(X)
 #endif
+#define BUILT_ISAS(X)      AVX512(X) AVX2(X) X(baseline)
 
-/* Widest first. */
-static const bwd_isa *const isas[] = {
-#ifdef BWD_BUILT_AVX512
-    &bwd_isa_avx512,
-#endif
-#ifdef BWD_BUILT_AVX2
-    &bwd_isa_avx2,
-#endif
-    &bwd_isa_baseline,
-};
-enum { ISA_COUNT = sizeof isas / sizeof *isas };
+#define DECLARE_LOOPS(isa) extern const bwd_loops bwd_loops_##isa##_float, bwd_loops_##isa##_double;
+BUILT_ISAS(DECLARE_LOOPS)
+
+#define ISA_ID(isa) ISA_##isa,
+enum { BUILT_ISAS(ISA_ID) ISA_COUNT };
+#define ISA_ROW(isa) {#isa, {[BWD_FLOAT] = &bwd_loops_##isa##_float, [BWD_DOUBLE] = &bwd_loops_##isa##_double}},
+static const bwd_isa isas[ISA_COUNT] = {BUILT_ISAS(ISA_ROW)};
 
 /* __builtin_cpu_supports also asks the operating system whether it saves the wide registers. */
 int
 bwd_isa_possible(const bwd_isa *isa)
 {
 #ifdef BWD_BUILT_AVX512
-    if (isa == &bwd_isa_avx512) {
+    if (isa == &isas[ISA_avx512]) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("fma");
     }
 #endif
 #ifdef BWD_BUILT_AVX2
-    if (isa == &bwd_isa_avx2) {
+    if (isa == &isas[ISA_avx2]) {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     }
 #endif
-    return isa == &bwd_isa_baseline;
+    return isa == &isas[ISA_baseline];
 }
 
 const bwd_isa *
 bwd_isa_at(int index)
 {
-    return index >= 0 && index < ISA_COUNT ? isas[index] : NULL;
+    return index >= 0 && index < ISA_COUNT ? &isas[index] : NULL;
 }
 
 const bwd_isa *
 bwd_isa_best(void)
 {
     int i = 0;
-    while (!bwd_isa_possible(isas[i])) {
+    while (!bwd_isa_possible(&isas[i])) {
         i++;
     }
-    return isas[i];
+    return &isas[i];
 }
 
 const bwd_isa *
 bwd_isa_by_name(const char *name)
 {
     for (int i = 0; i < ISA_COUNT; i++) {
-        if (strcmp(isas[i]->name, name) == 0 && bwd_isa_possible(isas[i])) {
-            return isas[i];
+        if (strcmp(isas[i].name, name) == 0 && bwd_isa_possible(&isas[i])) {
+            return &isas[i];
         }
     }
     return NULL;
@@ -81,16 +82,18 @@ run_clear(bwd_run *run)
 bwd_status
 bwd_run_step(bwd_run *run, const bwd_isa *isa, const bwd_job *job)
 {
-    const bwd_status status = bwd_rule_prepare(job->rule, job->hyper, job->step, &run->scalars);
+    const bwd_status status = bwd_rule_check(job->rule, job->hyper, job->step);
     if (status != BWD_OK) {
         return status;
     }
     if (job->format < 0 || job->format >= BWD_FORMAT_COUNT) {
         return BWD_BAD_FORMAT;
     }
-    run->update = isa->update[job->rule][job->format];
-    run->scan = NULL;
     bwd_format_dtypes(job->format, &run->param, &run->grad, &run->state);
+    const bwd_loops *loops = isa->loops[bwd_dtype_real(run->param)];
+    loops->prepare[job->rule](job->hyper, job->step, &run->scalars);
+    run->update = loops->update[job->rule][job->format];
+    run->scan = NULL;
     (void)bwd_rule_states(job->rule, &run->state_count);
     run_clear(run);
     return BWD_OK;
@@ -103,7 +106,7 @@ bwd_run_scan(bwd_run *run, const bwd_isa *isa, enum bwd_dtype dtype)
         return BWD_BAD_FORMAT;
     }
     run->update = NULL;
-    run->scan = isa->scan[dtype];
+    run->scan = isa->loops[bwd_dtype_real(dtype)]->scan[dtype];
     run->param = run->grad = run->state = dtype;
     run->state_count = 0;
     run_clear(run);
@@ -130,12 +133,33 @@ count_nonfinite_bf16(size_t n, const void *grad)
     return count;
 }
 
+static uint64_t
+count_nonfinite_f16(size_t n, const void *grad)
+{
+    uint64_t count = 0;
+    for (size_t i = 0; i < n; i++) {
+        count += (((const bwd_f16 *)grad)[i] & 0x7c00u) == 0x7c00u;
+    }
+    return count;
+}
+
+static uint64_t
+count_nonfinite_f64(size_t n, const void *grad)
+{
+    uint64_t count = 0;
+    for (size_t i = 0; i < n; i++) {
+        count += !isfinite(((const bwd_f64 *)grad)[i]);
+    }
+    return count;
+}
+
 #define NONFINITE_CELL(T, text) [BWD_##T] = count_nonfinite_##T,
 static uint64_t (*const count_nonfinite[BWD_DTYPE_COUNT])(size_t n, const void *grad) = {BWD_DTYPES(NONFINITE_CELL)};
 #undef NONFINITE_CELL
 
-/* The square of a finite float or bfloat16 is finite in double, and no sum of them overflows. So the lanes are finite
- * exactly when every element so far is, and counting costs nothing until there is something to count. */
+/* An inf or NaN never leaves the lane that it entered, so finite lanes say that there is nothing to count, and counting
+ * costs nothing until there is. Of doubles alone, finite ones can make a lane overflow: then the count is still right,
+ * and the sum is inf. */
 static int
 lanes_finite(const double *lanes)
 {

@@ -4,7 +4,7 @@
 #include "core/run.h"
 
 /* 1 Ki elements: four arrays of them stay in the first-level cache. */
-enum { TILE = 1024, MAX_DIMS = 64, MAX_ARRAYS = 2 + BWD_MAX_STATES, WIDEST = 4 };
+enum { TILE = 1024, MAX_DIMS = 64, MAX_ARRAYS = 2 + BWD_MAX_STATES, WIDEST = 8 };
 _Static_assert(TILE % BWD_LANES == 0, "a tile must end where the lanes end");
 
 typedef struct walk {
@@ -90,8 +90,11 @@ walk_move(const walk *w, int array, int64_t *index, size_t n, char *packed, char
         if (size == 2) {
             copy_run(packed, apart, step, count, 2, scatter);
         }
-        else {
+        else if (size == 4) {
             copy_run(packed, apart, step, count, 4, scatter);
+        }
+        else {
+            copy_run(packed, apart, step, count, 8, scatter);
         }
         packed += (size_t)count * size;
         n -= (size_t)count;
