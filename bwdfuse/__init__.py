@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bwdfuse import functional, memory, optim
     from bwdfuse.optim import Adam, AdamW
     from bwdfuse.report import build_info, show
+    from bwdfuse.threads import get_num_threads, set_num_threads
 
 __all__ = [
     "AccumulationError",
@@ -24,8 +25,10 @@ __all__ = [
     "__version__",
     "build_info",
     "functional",
+    "get_num_threads",
     "memory",
     "optim",
+    "set_num_threads",
     "show",
 ]
 
@@ -34,6 +37,8 @@ _LAZY = {
     "Adam": ("bwdfuse.optim", "Adam"),
     "AdamW": ("bwdfuse.optim", "AdamW"),
     "build_info": ("bwdfuse.report", "build_info"),
+    "get_num_threads": ("bwdfuse.threads", "get_num_threads"),
+    "set_num_threads": ("bwdfuse.threads", "set_num_threads"),
     "show": ("bwdfuse.report", "show"),
     "functional": ("bwdfuse.functional", None),
     "memory": ("bwdfuse.memory", None),

@@ -313,7 +313,10 @@ def test_amsgrad_switched_on_during_training():
     [
         (lambda s: s.pop("exp_avg"), "has no 'exp_avg'"),
         (lambda s: s.update(exp_avg=torch.zeros(3)), "exp_avg of parameter 'p0' has 3 elements"),
-        (lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.float64)), "storage .param float32, grad float32, state float64"),
+        (
+            lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.float64)),
+            "storage .param float32, grad float32, state float64",
+        ),
         (lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.bfloat16)), "no native step"),
         (lambda s: s.update(exp_avg=[0.0, 0.0]), "is .*, not a tensor"),
         (lambda s: s.update(exp_avg=torch.zeros(1).expand(2)), "one element by two indices"),

@@ -4,6 +4,7 @@
 
 #include "core/job.h"
 #include "core/layout.h"
+#include "core/pool.h"
 #include "core/status.h"
 #include "rules/registry.h"
 
@@ -56,14 +57,15 @@ int bwd_rule_hyper_is_switch(int rule, int index);
 bwd_status bwd_rule_check(int rule, const double *hyper, double step);
 
 /* Steps one parameter and fills job->grad_sq_sum and job->nonfinite. Nothing is written unless the answer is BWD_OK.
- * The same bits for every isa. Two threads must not step one parameter. */
-bwd_status bwd_step(const bwd_isa *isa, bwd_job *job);
+ * `pool` lends its threads where the work is long enough; NULL: this thread alone. The same bits for every isa and
+ * every number of threads. Two callers must not step one parameter. */
+bwd_status bwd_step(const bwd_isa *isa, bwd_pool *pool, bwd_job *job);
 /* The same in the order of the shape's last index, through tiles that are gathered and scattered. */
-bwd_status bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout);
+bwd_status bwd_step_strided(const bwd_isa *isa, bwd_pool *pool, bwd_job *job, const bwd_layout *layout);
 /* The sum and the count alone, as bwd_step would give them; nothing is stepped. */
-bwd_status bwd_scan(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, size_t n, double *sq_sum,
-                    uint64_t *nonfinite);
-bwd_status bwd_scan_strided(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, int ndim, const int64_t *shape,
-                            const int64_t *strides, double *sq_sum, uint64_t *nonfinite);
+bwd_status bwd_scan(const bwd_isa *isa, bwd_pool *pool, enum bwd_dtype dtype, const void *grad, size_t n,
+                    double *sq_sum, uint64_t *nonfinite);
+bwd_status bwd_scan_strided(const bwd_isa *isa, bwd_pool *pool, enum bwd_dtype dtype, const void *grad, int ndim,
+                            const int64_t *shape, const int64_t *strides, double *sq_sum, uint64_t *nonfinite);
 
 #endif

@@ -221,7 +221,8 @@ step_(PyObject *module, PyObject *args, PyObject *kwargs)
         (count = hold_arrays(arrays, objects, job.rule)) < 0 || check_arrays(arrays, count, &job) < 0) {
         goto done;
     }
-    Py_BEGIN_ALLOW_THREADS status = bwd_step(isa, &job);
+    bwd_pool *pool = bwd_module_state_of(module)->pool;
+    Py_BEGIN_ALLOW_THREADS status = bwd_step(isa, pool, &job);
     Py_END_ALLOW_THREADS if (status != BWD_OK)
     {
         PyErr_Format(PyExc_ValueError, "step=%R: %s", step, bwd_status_text(status));

@@ -149,19 +149,19 @@ check_contiguous(int format, size_t n)
     arrays start = arrays_new(format, sizes), first = arrays_copy(&start);
     bwd_job first_job = job_of(&first, format, n);
     const bwd_isa *isa = bwd_isa_by_name("baseline");
-    expect(bwd_step(isa, &first_job) == BWD_OK, "step failed", isa->name, format, n);
+    expect(bwd_step(isa, NULL, &first_job) == BWD_OK, "step failed", isa->name, format, n);
     for (int i = 0; (isa = bwd_isa_at(i)); i++) {
         if (!bwd_isa_possible(isa)) {
             continue;
         }
         arrays a = arrays_copy(&start);
         bwd_job job = job_of(&a, format, n);
-        expect(bwd_step(isa, &job) == BWD_OK, "step failed", isa->name, format, n);
+        expect(bwd_step(isa, NULL, &job) == BWD_OK, "step failed", isa->name, format, n);
         expect(arrays_equal(&a, &first), "bits differ from baseline", isa->name, format, n);
         expect(same_sums(&job, &first_job), "sums differ from baseline", isa->name, format, n);
         bwd_job scan = {0};
-        expect(bwd_scan(isa, a.dtype[1], start.at[1], n, &scan.grad_sq_sum, &scan.nonfinite) == BWD_OK, "scan failed",
-               isa->name, format, n);
+        expect(bwd_scan(isa, NULL, a.dtype[1], start.at[1], n, &scan.grad_sq_sum, &scan.nonfinite) == BWD_OK,
+               "scan failed", isa->name, format, n);
         expect(same_sums(&scan, &job), "scan and step disagree", isa->name, format, n);
         arrays_free(&a);
     }
@@ -259,10 +259,10 @@ check_strided(const bwd_isa *isa, int format, const int64_t *shape, int holes)
         .grad_strides = orders[1].strides,
         .state_strides = {orders[2].strides, orders[3].strides, orders[4].strides},
     };
-    expect(bwd_step(isa, &expected) == BWD_OK, "step failed", isa->name, format, n);
-    expect(bwd_step_strided(isa, &job, &layout) == BWD_OK, "strided step failed", isa->name, format, n);
+    expect(bwd_step(isa, NULL, &expected) == BWD_OK, "step failed", isa->name, format, n);
+    expect(bwd_step_strided(isa, NULL, &job, &layout) == BWD_OK, "strided step failed", isa->name, format, n);
     expect(same_sums(&job, &expected), "strided sums differ", isa->name, format, n);
-    expect(bwd_scan_strided(isa, apart.dtype[1], element0[1], DIMS, shape, orders[1].strides, &scan.grad_sq_sum,
+    expect(bwd_scan_strided(isa, NULL, apart.dtype[1], element0[1], DIMS, shape, orders[1].strides, &scan.grad_sq_sum,
                             &scan.nonfinite) == BWD_OK,
            "strided scan failed", isa->name, format, n);
     expect(same_sums(&scan, &expected), "strided scan sums differ", isa->name, format, n);
@@ -317,19 +317,21 @@ check_refusals(const bwd_isa *isa, int format)
         job.hyper[bad[i].hyper] = bad[i].value;
         job.step = bad[i].step;
         const bwd_layout layout = {2, shape, strides, strides, {strides, strides, strides}};
-        expect(bwd_step(isa, &job) == bad[i].status, "wrong answer to a wrong job", isa->name, (int)i, n);
-        expect(bwd_step_strided(isa, &job, &layout) == bad[i].status, "wrong strided answer", isa->name, (int)i, n);
+        expect(bwd_step(isa, NULL, &job) == bad[i].status, "wrong answer to a wrong job", isa->name, (int)i, n);
+        expect(bwd_step_strided(isa, NULL, &job, &layout) == bad[i].status, "wrong strided answer", isa->name, (int)i,
+               n);
         expect(strlen(bwd_status_text(bad[i].status)) > 10, "no text", isa->name, (int)i, n);
     }
     for (size_t i = 0; i < sizeof bad_shapes / sizeof *bad_shapes; i++) {
         bwd_job job = job_of(&a, format, n);
         const bwd_layout layout = {
             bad_shapes[i].ndim, bad_shapes[i].shape, strides, strides, {strides, strides, strides}};
-        expect(bwd_step_strided(isa, &job, &layout) == BWD_BAD_LAYOUT, "wrong layout taken", isa->name, (int)i, n);
+        expect(bwd_step_strided(isa, NULL, &job, &layout) == BWD_BAD_LAYOUT, "wrong layout taken", isa->name, (int)i,
+               n);
     }
     double sum;
     uint64_t count;
-    expect(bwd_scan(isa, BWD_DTYPE_COUNT, a.at[1], n, &sum, &count) == BWD_BAD_FORMAT, "scan took a wrong dtype",
+    expect(bwd_scan(isa, NULL, BWD_DTYPE_COUNT, a.at[1], n, &sum, &count) == BWD_BAD_FORMAT, "scan took a wrong dtype",
            isa->name, format, n);
     expect(arrays_equal(&a, &before), "a refused job changed an array", isa->name, format, n);
     expect(strcmp(bwd_status_text((bwd_status)99), "unknown status") == 0, "no text for 99", isa->name, format, n);
@@ -350,8 +352,8 @@ check_broadcast_gradient(const bwd_isa *isa, int format)
     }
     bwd_job spread = job_of(&a, format, n), full = job_of(&b, format, n);
     const bwd_layout layout = {2, shape, strides, zeros, {strides, strides, strides}};
-    expect(bwd_step_strided(isa, &spread, &layout) == BWD_OK && bwd_step(isa, &full) == BWD_OK, "step failed",
-           isa->name, format, n);
+    expect(bwd_step_strided(isa, NULL, &spread, &layout) == BWD_OK && bwd_step(isa, NULL, &full) == BWD_OK,
+           "step failed", isa->name, format, n);
     expect(same_sums(&spread, &full), "broadcast sums differ", isa->name, format, n);
     expect(memcmp(a.at[0], b.at[0], a.bytes[0]) == 0, "broadcast bits differ", isa->name, format, n);
     arrays_free(&a);
