@@ -10,7 +10,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from bwdfuse import _checkpoint as checkpoint
-from bwdfuse import attach
+from bwdfuse import _late_readers, attach
 from bwdfuse._native import native
 from bwdfuse.errors import AccumulationError, ConfigError
 
@@ -126,14 +126,14 @@ class BackwardOptimizer(torch.optim.Optimizer):
             del self.state[param]
         self._finalizer = weakref.finalize(self, attach.remove, handles)
         self._finalizer.atexit = False
-        attach.watch_loss_scaling(self)
+        _late_readers.watch(self)
 
     def disarm(self) -> None:
         """Removes the hooks. Gradients stay after backward again, and ``step()`` steps all of them."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
-            attach.unwatch_loss_scaling(self)
+            _late_readers.unwatch(self)
             self._slot_ids = []
 
     def _params(self) -> list[torch.Tensor]:
