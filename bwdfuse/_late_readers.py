@@ -6,6 +6,7 @@ that bwdfuse wraps, from the first arming on; they do what they did wherever no 
 
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -67,18 +68,26 @@ def _refuse_scaling(scaler: Any, outputs: Any) -> None:
         )
 
 
-def _refuse_clipping(parameters: Any, *args: Any, **kwargs: Any) -> None:
+def _refuse_clipping(parameters: Any, bound: Any = None, *args: Any, **kwargs: Any) -> None:
     """An iterator would be used up by looking; torch's own functions hand on a list."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    if not isinstance(parameters, list | tuple):
+    slot = next(filter(None, map(_armed_slot, parameters if isinstance(parameters, list | tuple) else ())), None)
+    if slot is None:
         return
-    for param in parameters:
-        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-            slot = getattr(hook, "__self__", None)
-            if isinstance(slot, native().Slot) and slot.armed:
-                raise ConfigError(
-                    f"clipping of gradients while parameter {slot.name!r} is stepped inside backward: the step has used and freed its "
-                    "gradient, unclipped. Take the clipping out (max_grad_norm=0, clip_grad=null); the norm is "
-                    "optimizer.grad_norm(). Or set bwd_hook=False, which keeps gradients until step()"
-                )
+    unbounded = kwargs.get("max_norm", bound) == math.inf
+    if unbounded and any(optimizer._norm_is_replaced and slot in optimizer._plan.slots for optimizer in _armed):
+        return
+    raise ConfigError(
+        f"clipping of gradients while parameter {slot.name!r} is stepped inside backward: the step has used and freed its "
+        "gradient, unclipped. Take the clipping out (max_grad_norm=0, clip_grad=null); the norm is optimizer.grad_norm(). Or set "
+        "bwd_hook=False, which keeps gradients until step()"
+    )
+
+
+def _armed_slot(param: torch.Tensor) -> Any:
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        slot = getattr(hook, "__self__", None)
+        if isinstance(slot, native().Slot) and slot.armed:
+            return slot
+    return None

@@ -29,6 +29,9 @@ class BackwardOptimizer(torch.optim.Optimizer):
     """What every rule shares: slots, arming, the closing step(), state and its checkpoints."""
 
     _kernel: Callable | None = None  # tests put torch's own kernel here, behind the same hooks
+    _norm_is_replaced = (
+        False  # True: a trainer reads a norm of freed gradients by clipping at inf, and its adapter replaces it
+    )
     _exchange = True  # False: read tensors through Python attributes, as on a torch without the exchange table
 
     def __init__(
@@ -133,6 +136,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
+            self._norm_is_replaced = False
             _late_readers.unwatch(self)
             self._slot_ids = []
 
