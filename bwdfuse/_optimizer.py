@@ -10,7 +10,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from bwdfuse import _checkpoint as checkpoint
-from bwdfuse import attach
+from bwdfuse import _late_readers, attach
 from bwdfuse._native import native
 from bwdfuse.errors import AccumulationError, ConfigError
 
@@ -29,6 +29,9 @@ class BackwardOptimizer(torch.optim.Optimizer):
     """What every rule shares: slots, arming, the closing step(), state and its checkpoints."""
 
     _kernel: Callable | None = None  # tests put torch's own kernel here, behind the same hooks
+    _norm_is_replaced = (
+        False  # True: a trainer reads a norm of freed gradients by clipping at inf, and its adapter replaces it
+    )
     _exchange = True  # False: read tensors through Python attributes, as on a torch without the exchange table
 
     def __init__(
@@ -126,14 +129,15 @@ class BackwardOptimizer(torch.optim.Optimizer):
             del self.state[param]
         self._finalizer = weakref.finalize(self, attach.remove, handles)
         self._finalizer.atexit = False
-        attach.watch_loss_scaling(self)
+        _late_readers.watch(self)
 
     def disarm(self) -> None:
         """Removes the hooks. Gradients stay after backward again, and ``step()`` steps all of them."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
-            attach.unwatch_loss_scaling(self)
+            self._norm_is_replaced = False
+            _late_readers.unwatch(self)
             self._slot_ids = []
 
     def _params(self) -> list[torch.Tensor]:

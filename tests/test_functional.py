@@ -124,7 +124,7 @@ def test_other_threads_run_during_a_step():
     thread = threading.Thread(target=work)
     old = sys.getswitchinterval()
     # Longer than the step: without a release inside it, the other thread would get no turn.
-    sys.setswitchinterval(10)
+    sys.setswitchinterval(1)
     try:
         thread.start()
         running.wait()

@@ -244,7 +244,9 @@ class BwdHookCallback(TrainerCallback):
         check_run(args, self.asked(args), model)
         if self.corrects_logs:
             self._run_first(sys._getframe(1).f_locals.get("self"))
-        take_over(objects["optimizer"], objects.get("lr_scheduler")).arm(model)
+        optimizer = take_over(objects["optimizer"], objects.get("lr_scheduler"))
+        optimizer.arm(model)
+        optimizer._norm_is_replaced = self.corrects_logs
         if state.is_world_process_zero:
             print(announcement("bwd_hook=True", model) + _compiled(args), flush=True)
 
