@@ -28,10 +28,10 @@ typedef double bwd_f64;
     X(__VA_ARGS__, f32,  f32,  f32,  1)    \
     X(__VA_ARGS__, bf16, bf16, f32,  2)    \
     X(__VA_ARGS__, bf16, bf16, bf16, 2)    \
-    X(__VA_ARGS__, f32,  f32,  bf16, 2)    \
+    X(__VA_ARGS__, f32,  f32,  bf16, 1)    \
     X(__VA_ARGS__, f32,  bf16, f32,  2)    \
     X(__VA_ARGS__, f32,  bf16, bf16, 2)    \
-    X(__VA_ARGS__, bf16, f32,  f32,  2)    \
+    X(__VA_ARGS__, bf16, f32,  f32,  1)    \
     X(__VA_ARGS__, bf16, f32,  bf16, 2)
 #define BWD_TILED_FORMATS(X, ...)          \
     X(__VA_ARGS__, f16,  f16,  f32,  1)    \
@@ -139,6 +139,20 @@ bwd_store2_bf16(bwd_bf16 *to, const bwd_real *x)
     const bwd_u32 low = bwd_round_bf16(x[BWD_LOW_HALF]), high = bwd_round_bf16(x[1 - BWD_LOW_HALF]);
     const bwd_u32 word = (low >> 16) | (high & 0xffff0000u);
     memcpy(to, &word, sizeof word);
+}
+
+/* One at a time, where the arrays beside it are floats and the gradient, which is read twice, is one of them: their
+ * elements then stay in the order of memory, a tenth faster. With a bfloat16 gradient it was a third slower. */
+BWD_INLINE void
+bwd_load1_bf16(const bwd_bf16 *from, bwd_real *x)
+{
+    x[0] = bwd_real_of((bwd_u32)from[0] << 16);
+}
+
+BWD_INLINE void
+bwd_store1_bf16(bwd_bf16 *to, const bwd_real *x)
+{
+    to[0] = (bwd_bf16)(bwd_round_bf16(x[0]) >> 16);
 }
 
 /* float16 has five bits of exponent. All in integers but one exact subtraction: the machine's own conversions (F16C)
