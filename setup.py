@@ -24,7 +24,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 # is what lets the compiler vectorise a square root and a select.
 FLAGS = [
     "-std=c11",
-    *(["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-DNDEBUG"]),
+    *(["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-DNDEBUG", "-g0"]),
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",

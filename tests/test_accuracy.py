@@ -1,4 +1,5 @@
-"""The error of one float32 step against float64 maths, beside torch's own fused step on the same numbers.
+"""The error of one step against wider maths, beside torch's own fused step on the same numbers: float32 against float64, and
+float64 against long double.
 
 The unit is the ULP of the largest addend. For each of the three statements of the rule,
 
@@ -6,14 +7,14 @@ The unit is the ULP of the largest addend. For each of the three statements of t
     exp_avg_sq <- beta2 * exp_avg_sq, (1 - beta2) * grad^2
     param      <- param, lr * weight_decay * param, lr / (1 - beta1^step) * (the largest addend of exp_avg) / denom
 
-the addends are taken in float64 and the error of an element is |result - exact| / (the distance between neighbouring
-float32 numbers at the largest addend's magnitude). Dividing by the ULP of the result instead would measure how much
+the addends are taken in the wider type and the error of an element is |result - exact| / (the distance between neighbouring
+numbers of the step's own type at the largest addend's magnitude). Dividing by the ULP of the result instead would measure how much
 cancels in the data, not how the step rounds.
 """
 
 import numpy as np
 import pytest
-from kernel_reference import RULES, exact_step, random_arrays, step, ulp
+from kernel_reference import RULES, exact_step, random_arrays, real_of, step, ulp
 
 from bwdfuse import _C
 
@@ -61,11 +62,22 @@ def torch_fused(rule, arrays, *, step, lr, betas, eps, weight_decay):
     )
 
 
-def errors(rule, arrays, exact):
+def errors(rule, fmt, arrays, exact):
+    real, wider = real_of(fmt)
     results = dict(zip(("param", "grad", *_C.rules()[rule]["states"]), arrays, strict=True))
     return {
-        name: abs(results[name].astype(np.float64) - want) / ulp(largest) for name, (want, largest) in exact.items()
+        name: abs(results[name].astype(wider) - want) / ulp(largest, real) for name, (want, largest) in exact.items()
     }
+
+
+def both_errors(rule, fmt, n, scale, kwargs):
+    """Ours and torch's, by the name of what was computed."""
+    ours = random_arrays(n, fmt, seed=20261201, scale=SCALES[scale], rule=rule)
+    theirs = [a.copy() for a in ours]
+    exact = exact_step(rule, ours, **kwargs, real=real_of(fmt)[1])
+    step(ours, rule=rule, **kwargs)
+    torch_fused(rule, theirs, **kwargs)
+    return errors(rule, fmt, ours, exact), errors(rule, fmt, theirs, exact)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -78,17 +90,31 @@ def test_error_is_never_above_torchs(rule, kwargs, scale):
     gradient these three errors happen to cancel for 0.01 and 0.999. The first two are ours as well, for exp_avg with torch's
     bits; the third is not, so in such settings exp_avg_sq is off by up to 1.3 of torch's error.
     """
-    ours = random_arrays(N, "f32", seed=20261201, scale=SCALES[scale], rule=rule)
-    theirs = [a.copy() for a in ours]
-    exact = exact_step(rule, ours, **kwargs)
-    step(ours, rule=rule, **kwargs)
-    torch_fused(rule, theirs, **kwargs)
-    ours, theirs = errors(rule, ours, exact), errors(rule, theirs, exact)
+    ours, theirs = both_errors(rule, "f32", N, scale, kwargs)
     penalised = not rule.startswith("adamw") and kwargs["weight_decay"] > 0
-    for name in exact:
+    for name in ours:
         mean, tail = (1.3, 1.4) if penalised else (1.0, 1.05)
         assert ours[name].mean() <= mean * theirs[name].mean(), name
         assert np.quantile(ours[name], 0.999) <= tail * np.quantile(theirs[name], 0.999), name
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="long double is no wider than double here")
+@pytest.mark.parametrize("scale", ["all of one size", "a model in training"])
+@pytest.mark.parametrize("kwargs", SETTINGS, ids=lambda k: "-".join(f"{v}" for v in k.values()))
+@pytest.mark.parametrize("rule", RULES)
+def test_error_in_float64_is_never_above_torchs(rule, kwargs, scale):
+    """Scalars prepared in plain double made the mean error of param up to 1.33 of torch's.
+
+    Mean at most 1.002 times torch's: where the step is small beside the parameter, both errors are those of one last subtraction, and
+    N draws of it differ. torch's factors are nearly exact here, so little but the roundings is left to compare: the exp_avg_sq of a
+    gradient that is nearly all penalty is off by up to 1.08 of torch's error, with the same number of roundings.
+    """
+    ours, theirs = both_errors(rule, "f64", N >> 2, scale, kwargs)
+    penalised = not rule.startswith("adamw") and kwargs["weight_decay"] > 0
+    for name in ours:
+        mean = 1.08 if penalised and name.endswith("exp_avg_sq") else 1.002
+        assert ours[name].mean() <= mean * theirs[name].mean(), name
+        assert np.quantile(ours[name], 0.999) <= 1.2 * np.quantile(theirs[name], 0.999), name
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has no fma")

@@ -23,7 +23,7 @@ bwd_adamw_prepare(const double *hyper, double step)
 {
     bwd_adamw_scalars s;
     s.moments = bwd_moments_prepare(hyper, step);
-    s.keep = bwd_split_of(1.0 - hyper[BWD_LR] * hyper[BWD_WEIGHT_DECAY]);
+    s.keep = bwd_split_of(bwd_wide_one_minus(bwd_wide_product(hyper[BWD_LR], hyper[BWD_WEIGHT_DECAY])));
     return s;
 }
 

@@ -15,6 +15,7 @@
 #define BWD_MOMENTS_H
 
 #include "rules/rule.h"
+#include "rules/wide.h"
 
 /* clang-format off */
 #define BWD_MOMENTS_STATES(X) \
@@ -47,21 +48,23 @@ BWD_HOST bwd_moments
 bwd_moments_prepare(const double *hyper, double step)
 {
     const double lr = hyper[BWD_LR], beta1 = hyper[BWD_BETA1], beta2 = hyper[BWD_BETA2], eps = hyper[BWD_EPS];
-    const double step_size = lr / (1.0 - pow(beta1, step)), bias_correction2 = sqrt(1.0 - pow(beta2, step));
+    const bwd_wide step_size = bwd_wide_quotient(bwd_wide_of(lr), bwd_wide_of(1.0 - pow(beta1, step)));
+    const bwd_wide bias_correction2 = bwd_wide_root(1.0 - pow(beta2, step));
+    const bwd_wide scale = bwd_wide_quotient(bwd_wide_quotient(bwd_wide_of(1.0), bias_correction2), step_size);
     const int near_grad = 1.0 - beta1 >= 0.5;
     bwd_moments s;
     s.ascend = bwd_mask_of(hyper[BWD_MAXIMIZE] != 0.0);
     s.near_grad = bwd_mask_of(near_grad);
     s.grad_weight = (bwd_real)(near_grad ? -beta1 : 1.0 - beta1);
-    s.beta2 = bwd_split_of(beta2);
-    s.grad_sq_weight = bwd_split_of(1.0 - beta2);
-    if (step_size > 0.0) {
-        s.denom_scale = bwd_split_of(fmin(1.0 / bias_correction2 / step_size, BWD_REAL_MAX));
-        s.eps = bwd_split_of(fmin(eps / step_size, BWD_REAL_MAX));
+    s.beta2 = bwd_split_of(bwd_wide_of(beta2));
+    s.grad_sq_weight = bwd_split_of(bwd_wide_one_minus(bwd_wide_of(beta2)));
+    if (lr > 0.0) {
+        s.denom_scale = bwd_split_of(bwd_wide_at_most(scale, BWD_REAL_MAX));
+        s.eps = bwd_split_of(bwd_wide_at_most(bwd_wide_quotient(bwd_wide_of(eps), step_size), BWD_REAL_MAX));
     }
-    else { /* lr = 0: the states move, and exp_avg / inf leaves param alone */
-        s.denom_scale = bwd_split_of(1.0);
-        s.eps = bwd_split_of(INFINITY);
+    else { /* the states move, and exp_avg / inf leaves param alone */
+        s.denom_scale = bwd_split_of(bwd_wide_of(1.0));
+        s.eps = bwd_split_of(bwd_wide_of(INFINITY));
     }
     return s;
 }

@@ -98,19 +98,6 @@ typedef struct bwd_split {
     bwd_real high, low;
 } bwd_split;
 
-/* Both parts have the sign of x, so that an infinite operand stays infinite: a low part of zero or of the other sign
- * would make it NaN. Where x fits high alone, low is too small to change any result but that one. */
-BWD_HOST bwd_split
-bwd_split_of(double x)
-{
-    bwd_split s = {(bwd_real)x, 0};
-    if (fabs((double)s.high) > fabs(x)) {
-        s.high = BWD_REAL_FN(nextafter)(s.high, 0);
-    }
-    s.low = (double)s.high == x ? s.high * (bwd_real)0x1p-60 : (bwd_real)(x - (double)s.high);
-    return s;
-}
-
 /* a * x */
 BWD_INLINE bwd_real
 bwd_split_scale(bwd_split a, bwd_real x)
