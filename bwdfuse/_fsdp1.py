@@ -99,10 +99,22 @@ def find_units(params: Iterable[torch.Tensor], model: torch.nn.Module | None) ->
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     # By type, and not isinstance: asking some objects for their __class__ runs code.
-    live = gc.get_objects() if model is None else list(model.modules())
-    states = [state for state in live if issubclass(type(state), FullyShardedDataParallel) and _holds(state, wrapped)]
+    live: list[Any] = gc.get_objects() if model is None else list(model.modules())
+    states: list[Any] = [
+        state for state in live if issubclass(type(state), FullyShardedDataParallel) and _holds(state, wrapped)
+    ]
     held = {id(param) for state in states for param in state._handle.flat_param._params}
     return Units(states, missing=len(wrapped - held))
+
+
+def forget_forward(root: Any) -> None:
+    """Ends an update of the outermost module whose forward no backward follows, as FSDP1 itself does after a backward.
+
+    Without it FSDP1 takes the next forward for another one of the same update, waits on the graph of the first, and reduces nothing.
+    """
+    from torch.distributed.fsdp import _runtime_utils
+
+    _runtime_utils._post_backward_final_callback(root, root)
 
 
 def _holds(state: Any, wrapped: set[int]) -> bool:

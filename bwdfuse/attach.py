@@ -166,9 +166,8 @@ def register(slots_and_params: Iterable[tuple], units: fsdp1.Units | None) -> li
             handles += units.register()
         for slot, param in slots_and_params:
             if fsdp1.is_wrapped(param):
-                if (
-                    param.requires_grad
-                ):  # also one that lies on other ranks: FSDP1 frees gradients where it finds an entry
+                # Also where it lies on other ranks: a unit frees its flat gradient if it finds an entry.
+                if param.requires_grad:
                     handles.append(fsdp1.Entry(slot, param))
             elif slot.armed:
                 handles.append(param.register_post_accumulate_grad_hook(slot.hook))

@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bwdfuse
+from bwdfuse import _fsdp1 as fsdp1
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -195,17 +196,44 @@ def one_units_gradient_is_alive_at_a_time(mesh):
 
 
 def second_micro_batch_raises_on_every_rank(mesh):
-    model = wrap(build())
-    opt = bwdfuse.AdamW(model.parameters(), bwd_hook=True)
-    model(batch(0, 0)).sum().backward()
-    params = list(model.parameters())
-    before = pieces(model), moments(model, opt)
-    with pytest.raises(bwdfuse.AccumulationError, match="second gradient"):
-        model(batch(1, 0)).sum().backward()
-    assert same(before[0], [param.detach() for param in params])
-    assert same(before[1], [opt.state[p][k] for p in params if p.numel() for k in ("exp_avg", "exp_avg_sq", "step")])
-    with pytest.raises(bwdfuse.AccumulationError, match="second gradient"):
-        opt.step()
+    """Before anything is stepped twice; who accepts that goes on, with the same bits as if it had not been tried."""
+    after = []
+    for tried in (False, True):
+        model = wrap(build())
+        opt = bwdfuse.AdamW(model.parameters(), lr=0.01, bwd_hook=True)
+        params = list(model.parameters())
+        model(batch(0, 0)).sum().backward()
+        if tried:
+            before = pieces(model), moments(model, opt)
+            with pytest.raises(bwdfuse.AccumulationError, match="second gradient"):
+                model(batch(1, 0)).sum().backward()
+            assert same(before[0], [param.detach() for param in params])
+            states = [opt.state[param] for param in params if opt.state.get(param)]
+            assert same(before[1], [state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step")])
+            with pytest.raises(bwdfuse.AccumulationError, match="second gradient"):
+                opt.step()
+            opt.acknowledge_partial_update()
+        else:
+            opt.step()
+        train(model, opt, 3)
+        after.append([param.detach().clone() for param in params])
+    assert same(*after)
+
+
+def a_forward_that_no_backward_follows_can_be_forgotten(mesh):
+    """Mixed precision gives every forward its own graph, and FSDP1 waits on that of the first."""
+    after = []
+    for precision in (None, BF16):
+        for forgotten in (False, True):
+            model = wrap(build(), mixed_precision=precision)
+            opt = bwdfuse.AdamW(model.parameters(), lr=0.01, bwd_hook=True)
+            train(model, opt, 1)
+            if forgotten:
+                model(batch(9, dist.get_rank())).sum()
+                fsdp1.forget_forward(model)
+            train(model, opt, 2)
+            after.append(pieces(model))
+    assert same(*after[:2]) and same(*after[2:])
 
 
 def no_sync_is_refused_before_backward(mesh):

@@ -14,6 +14,7 @@ SCENARIOS = [
     "frozen_parameters_beside_trained_ones",
     "one_units_gradient_is_alive_at_a_time",
     "second_micro_batch_raises_on_every_rank",
+    "a_forward_that_no_backward_follows_can_be_forgotten",
     "no_sync_is_refused_before_backward",
     "a_backward_alone_under_no_sync_is_found_by_step",
     "what_fsdp1_cannot_do_is_refused",
