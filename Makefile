@@ -25,7 +25,7 @@ REQUIREMENTS := import sys, tomllib; project = tomllib.load(open("pyproject.toml
 help:
 	@echo "make demo   train SmolLM2-135M in verl, flag off, on and stock; check every claim (out/demo); TRAINER=trl: in TRL"
 	@echo "make test   run the test suite"
-	@echo "make lint   ruff, mypy, clang-format"
+	@echo "make lint   ruff, mypy, stubtest, clang-format"
 	@echo "make bench  measure hook and kernel against torch (out/bench)"
 	@echo "make setup  only create .venv and build the extension"
 	@echo "make clean  remove what was built (distclean: .venv and out too)"
@@ -41,6 +41,7 @@ test: $(BUILD)
 lint: $(BUILD)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest bwdfuse._C
 	$(BIN)/clang-format --dry-run -Werror $(filter %.c %.h,$(SOURCES))
 
 bench: $(BUILD)

@@ -76,12 +76,13 @@ def quoted(flags):
 # The linker reads them in this order: core calls the loops, so core comes first.
 LIBRARIES = [
     library("bwd_core", sorted(glob("csrc/core/*.c")), macros=[(f"BWD_BUILT_{isa.upper()}", None) for isa in BUILT]),
-    *(library(f"bwd_{isa}", [f"csrc/cpu/{isa}.c"], ISA_FLAGS[isa]) for isa in BUILT),
+    *(library(f"bwd_{isa}", [f"csrc/cpu/{isa}.c", f"csrc/cpu/{isa}_double.c"], ISA_FLAGS[isa]) for isa in BUILT),
 ]
 EXTENSION = Extension(
     "bwdfuse._C",
     PYTHON_SOURCES,
-    depends=HEADERS,
+    # With the sources of the libraries: a change of theirs alone must link the extension anew.
+    depends=[*HEADERS, *(source for _, options in LIBRARIES for source in options["sources"])],
     include_dirs=["csrc", numpy.get_include()],
     define_macros=[
         ("Py_LIMITED_API", "0x030b0000"),
@@ -93,7 +94,7 @@ EXTENSION = Extension(
     ],
     extra_compile_args=FLAGS,
     # At the end of the line, after the libraries that need it: a linker that drops unneeded ones reads left to right.
-    extra_link_args=["-lm", *([f"-fsanitize={SANITIZE}"] if SANITIZE else [])],
+    extra_link_args=["-lm", "-pthread", *([f"-fsanitize={SANITIZE}"] if SANITIZE else [])],
     py_limited_api=True,
 )
 # The limited API and free-threaded CPython exclude each other.

@@ -12,26 +12,33 @@ from bwdfuse.errors import AccumulationError, BwdFuseError, ConfigError
 
 if TYPE_CHECKING:
     from bwdfuse import functional, memory, optim
-    from bwdfuse.optim import AdamW
+    from bwdfuse.optim import Adam, AdamW
     from bwdfuse.report import build_info, show
+    from bwdfuse.threads import get_num_threads, set_num_threads
 
 __all__ = [
     "AccumulationError",
+    "Adam",
     "AdamW",
     "BwdFuseError",
     "ConfigError",
     "__version__",
     "build_info",
     "functional",
+    "get_num_threads",
     "memory",
     "optim",
+    "set_num_threads",
     "show",
 ]
 
 # Loaded on first use: torch takes seconds to import and the NumPy entry points do not need it.
 _LAZY = {
+    "Adam": ("bwdfuse.optim", "Adam"),
     "AdamW": ("bwdfuse.optim", "AdamW"),
     "build_info": ("bwdfuse.report", "build_info"),
+    "get_num_threads": ("bwdfuse.threads", "get_num_threads"),
+    "set_num_threads": ("bwdfuse.threads", "set_num_threads"),
     "show": ("bwdfuse.report", "show"),
     "functional": ("bwdfuse.functional", None),
     "memory": ("bwdfuse.memory", None),

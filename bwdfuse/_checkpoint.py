@@ -1,6 +1,7 @@
-"""What a loaded state_dict must be before anything is replaced by it."""
+"""What a loaded state_dict must be before anything is replaced by it, and the dtype in which states are kept."""
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,3 +59,53 @@ def normalise_step(entry: dict[str, Any]) -> None:
     step = entry["step"]
     value = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
     entry["step"] = value.detach().to(device="cpu", dtype=torch.float32).reshape(()).clone()
+
+
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def state_dtype(optimizer: str, asked: torch.dtype | str | None) -> torch.dtype | None:
+    """The option ``state_dtype``, which a config file gives by name. Raises ConfigError for any other dtype."""
+    dtype = _STATE_DTYPES.get(str(asked).removeprefix("torch."))
+    if asked is not None and dtype is None:
+        raise ConfigError(f"{optimizer}(state_dtype={asked!r}): set torch.float32, torch.bfloat16 or None")
+    return dtype
+
+
+def dtype_of_state(param: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """In which dtype the states of `param` are kept."""
+    if asked is not None:
+        return asked
+    return torch.float32 if param.dtype == torch.float16 else param.dtype
+
+
+def refuse_dtypes(optimizer: str, groups: list[dict[str, Any]], asked: torch.dtype | None) -> None:
+    """Raises ConfigError for parameters that have no step with states of the dtype that was asked for."""
+    for group in groups:
+        for param in group["params"]:
+            wide, half = param.dtype == torch.float64, param.dtype == torch.float16
+            if (wide and asked is not None) or (half and asked == torch.bfloat16):
+                raise ConfigError(
+                    f"{optimizer}(state_dtype={asked}): a {param.dtype} parameter has no step with such states; set state_dtype=None"
+                )
+
+
+def restore_states(optimizer: "BackwardOptimizer", state_dict: dict[str, Any], state_names: tuple[str, ...]) -> None:
+    """Puts states from the file in the optimizer's own dtype where torch has cast them to the parameter's."""
+    saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    rounded = set()
+    for position, param in zip(saved, params, strict=True):
+        entry = state_dict["state"].get(position)
+        for name in state_names if entry else ():
+            dtype, source = dtype_of_state(param, optimizer.state_dtype), entry[name]
+            if torch.promote_types(source.dtype, dtype) != dtype:
+                rounded.add((source.dtype, dtype))
+            if dtype != param.dtype:
+                optimizer.state[param][name] = source.detach().to(device=param.device, dtype=dtype, copy=True)
+    for source, dtype in rounded:
+        warnings.warn(
+            f"optimizer states of this state_dict are {source} and were rounded to {dtype}; build the optimizer with "
+            f"state_dtype={source} to keep them",
+            stacklevel=3,
+        )

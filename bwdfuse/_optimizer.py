@@ -11,22 +11,15 @@ from torch.optim import optimizer as optimizer_module
 
 from bwdfuse import _checkpoint as checkpoint
 from bwdfuse import _fsdp1 as fsdp1
-from bwdfuse import attach
+from bwdfuse import _late_readers, attach
 from bwdfuse._native import native
 from bwdfuse.errors import AccumulationError, ConfigError
 
 # Options of torch's signature that choose an implementation and have no choice here: stored as torch's neutral values, so that
 # a state_dict written here never forces one on the optimizer that loads it. `fused` stays as it was given: torch takes it from
 # the file, and its fused and plain steps round differently.
-_NEUTRAL = {
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "decoupled_weight_decay": True,
-}
+_NEUTRAL = {"foreach": None, "capturable": False, "differentiable": False}
 _WHY_NOT = {
-    "amsgrad": "this rule keeps no max_exp_avg_sq; set amsgrad=False",
     "foreach": "there is one native step and no foreach variant; leave foreach unset",
     "capturable": "the step counter lives on the host; set capturable=False",
     "differentiable": "the native step is not recorded by autograd; set differentiable=False",
@@ -36,19 +29,50 @@ _WHY_NOT = {
 class BackwardOptimizer(torch.optim.Optimizer):
     """What every rule shares: slots, arming, the closing step(), state and its checkpoints."""
 
-    _rule: str  # key of _C.rules()
     _kernel: Callable | None = None  # tests put torch's own kernel here, behind the same hooks
+    _norm_is_replaced = (
+        False  # True: a trainer reads a norm of freed gradients by clipping at inf, and its adapter replaces it
+    )
     _exchange = True  # False: read tensors through Python attributes, as on a torch without the exchange table
 
-    def __init__(self, params, defaults: dict[str, Any], *, bwd_hook: bool, nonfinite: str) -> None:
-        self._make_plan(nonfinite)
-        super().__init__(params, {**defaults, **_NEUTRAL})
+    def __init__(
+        self,
+        params,
+        defaults: dict[str, Any],
+        *,
+        rule: str,
+        fixed: dict[str, Any],
+        implementation: dict[str, Any],
+        bwd_hook: bool,
+        nonfinite: str,
+        state_dtype: torch.dtype | str | None,
+    ) -> None:
+        """
+        Args:
+            defaults: options that may differ between param groups.
+            rule: key of ``_C.rules()``.
+            fixed: options that choose the rule, so that every param group has the same.
+            implementation: options of torch's signature that choose between its implementations.
+        """
+        if nonfinite not in ("off", "skip", "raise"):
+            raise ConfigError(f"{self._name}(nonfinite={nonfinite!r}): set 'off', 'skip' or 'raise'")
+        self._rule, self._fixed = rule, fixed
+        self._check_options({**defaults, **implementation})
+        self.nonfinite = nonfinite
+        self.state_dtype = checkpoint.state_dtype(self._name, state_dtype)
+        self._make_plan()
+        super().__init__(params, {**defaults, **fixed, **_NEUTRAL})
         if bwd_hook:
             self.arm()
 
-    def _make_plan(self, nonfinite: str) -> None:
-        self.nonfinite = nonfinite
-        self._plan = native().Plan(self, self._rule, nonfinite=nonfinite, kernel=self._kernel, exchange=self._exchange)
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _make_plan(self) -> None:
+        self._plan = native().Plan(
+            self, self._rule, nonfinite=self.nonfinite, kernel=self._kernel, exchange=self._exchange
+        )
         self._state_names: tuple[str, ...] = native().rules()[self._rule]["states"]
         self._slot_ids: list[int] = []
         self._armed_count = 0
@@ -111,14 +135,15 @@ class BackwardOptimizer(torch.optim.Optimizer):
         self._units = units
         self._finalizer = weakref.finalize(self, attach.remove, handles)
         self._finalizer.atexit = False
-        attach.watch_loss_scaling(self)
+        _late_readers.watch(self)
 
     def disarm(self) -> None:
         """Removes the hooks. Gradients stay after backward again, and ``step()`` steps all of them."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
-            attach.unwatch_loss_scaling(self)
+            self._norm_is_replaced = False
+            _late_readers.unwatch(self)
             self._slot_ids = []
 
     def _needs_state(self, param: torch.Tensor) -> bool:
@@ -145,6 +170,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
+            checkpoint.refuse_dtypes(self._name, self.param_groups[before:], self.state_dtype)
             seen = self._params()
             if len(seen) != len({id(p) for p in seen}):
                 raise ConfigError(
@@ -170,8 +196,9 @@ class BackwardOptimizer(torch.optim.Optimizer):
         """Fills ``state[param]`` as torch does: a 0-dim float32 ``step`` and the moments shaped and laid out like it."""
         state = self.state[param]
         state["step"] = torch.zeros((), dtype=torch.float32)
+        dtype = checkpoint.dtype_of_state(param, self.state_dtype)
         for name in self._state_names:
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         return state
 
     # ---- torch.optim.Optimizer ---------------------------------------------------------------------------------
@@ -321,7 +348,8 @@ class BackwardOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, from here or from ``torch.optim``. Hyper-parameters come from the file, implementation flags do not.
 
-        A half-done update is forgotten. Missing group options take this optimizer's defaults.
+        A half-done update is forgotten. Missing group options take this optimizer's defaults. States take this optimizer's
+        ``state_dtype``; rounding them to a smaller one is said in a warning.
 
         Raises:
             ConfigError: written by a newer bwdfuse, incomplete, of other shapes, or with an option that does not exist here.
@@ -329,20 +357,22 @@ class BackwardOptimizer(torch.optim.Optimizer):
         """
         checkpoint.check(self, state_dict, self._state_names)
         super().load_state_dict(state_dict)
+        checkpoint.restore_states(self, state_dict, self._state_names)
         self._plan.acknowledge()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "nonfinite": self.nonfinite, "_rearm": self.armed}
+        own = {name: getattr(self, name) for name in ("_rule", "_fixed", "nonfinite", "state_dtype")}
+        return {**super().__getstate__(), **own, "_rearm": self.armed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = "_plan" not in self.__dict__  # by pickle or deepcopy, not by load_state_dict
         super().__setstate__({k: v for k, v in state.items() if k != "_rearm"})
         if copied:
-            self._make_plan(self.nonfinite)
+            self._make_plan()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            group.update(_NEUTRAL, fused=self.defaults["fused"])
+            group.update(_NEUTRAL, **self._fixed, fused=self.defaults["fused"])
             for param in group["params"]:
                 if self.state.get(param):
                     checkpoint.normalise_step(self.state[param])
@@ -360,7 +390,14 @@ class BackwardOptimizer(torch.optim.Optimizer):
     def _refuse_implementation(self, group: dict[str, Any]) -> None:
         for name, why in _WHY_NOT.items():
             if group.get(name):
-                raise ConfigError(f"{type(self).__name__}({name}={group[name]!r}): {why}")
+                raise ConfigError(f"{self._name}({name}={group[name]!r}): {why}")
+        for name, value in self._fixed.items():
+            if bool(group.get(name, value)) is not value:
+                raise ConfigError(f"{self._name}({name}={group[name]!r}): {self._why_fixed(name, group[name])}")
+
+    def _why_fixed(self, name: str, value: Any) -> str:
+        """Why an option of a param group cannot differ from the optimizer's, with the way out."""
+        raise NotImplementedError
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """Raises ConfigError for an option of a param group that cannot be honoured."""

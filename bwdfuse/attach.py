@@ -1,8 +1,5 @@
 """Arming: what must hold of the parameters before hooks are put on them, and the putting on and taking off."""
 
-import functools
-import gc
-import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -12,10 +9,7 @@ from bwdfuse import _fsdp1 as fsdp1
 from bwdfuse._native import native
 from bwdfuse.errors import ConfigError
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
-#: Optimizers that are armed now.
-_armed: weakref.WeakSet = weakref.WeakSet()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def name_parameters(groups: Sequence[dict], model: torch.nn.Module | None) -> dict[int, str]:
@@ -70,7 +64,7 @@ def _refusal(param: torch.Tensor, own: Set[int]) -> str | None:
             "engine.use_orig_params=True), or use FSDP2 (fully_shard; verl: engine.strategy=fsdp2)"
         )
     if param.layout != torch.strided or param.dtype not in _DTYPES:
-        return f"is {param.dtype} with layout {param.layout}: the native step takes dense float32 or bfloat16; use torch.optim.AdamW"
+        return f"is {param.dtype} with layout {param.layout}: the native step takes dense floating-point tensors; use torch.optim.AdamW"
     if param.device.type != "cpu":
         return f"is on {param.device}: this version steps CPU tensors only; use torch.optim.AdamW(fused=True) there"
     placements = getattr(param, "placements", ())
@@ -116,42 +110,6 @@ def refuse_unreduced(params: Iterable[torch.Tensor]) -> None:
         "DistributedDataParallel reduces gradients, so the replicas would diverge. Shard the model with FSDP2 "
         "(torch.distributed.fsdp.fully_shard; verl: engine.strategy=fsdp2) before building the optimizer, or set bwd_hook=False"
     )
-
-
-def watch_loss_scaling(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, scaling a loss raises while this optimizer is armed.
-
-    A GradScaler divides gradients by its scale, and finds the inf among them, after backward. By then each has been used. The
-    scaled loss is the last moment at which nothing is changed yet, and nothing in it tells a hook that it was scaled; so this
-    is the one function of torch that bwdfuse wraps.
-    """
-    _armed.add(optimizer)
-    scaler: Any
-    for scaler in (torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()):
-        scale = scaler.__dict__.get("scale")
-        if scale is not None and not hasattr(scale, "_bwdfuse"):
-            scaler.scale = _refusing(scale)
-
-
-def unwatch_loss_scaling(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer is no longer armed."""
-    _armed.discard(optimizer)
-
-
-def _refusing(scale: Any) -> Any:
-    @functools.wraps(scale)
-    def refuse_while_armed(self, outputs):
-        if self.is_enabled() and _armed:
-            gc.collect()  # an LR scheduler and its optimizer form a cycle: one that nobody uses any more may still be there
-        if self.is_enabled() and _armed:
-            raise ConfigError(
-                "GradScaler.scale() while an optimizer steps inside backward: the scaler unscales gradients and looks for inf only after "
-                "backward, when each is already used. Train in bfloat16 without a scaler (GradScaler(enabled=False)), or set bwd_hook=False"
-            )
-        return scale(self, outputs)
-
-    refuse_while_armed._bwdfuse = True  # type: ignore[attr-defined]
-    return refuse_while_armed
 
 
 def register(slots_and_params: Iterable[tuple], units: fsdp1.Units | None) -> list:

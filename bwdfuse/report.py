@@ -17,7 +17,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def build_info() -> dict[str, Any]:
-    """Version, native part, instruction sets, CUDA, torch, tensor exchange, trainers; what is absent with its reason.
+    """Version, native part, instruction sets, threads, CUDA, torch, tensor exchange, trainers; what is absent with its reason.
 
     Never raises: without torch, without the native part or with a broken installation of either it says so.
     """
@@ -28,6 +28,7 @@ def build_info() -> dict[str, Any]:
         "python": platform.python_version(),
         "native": native,
         "isa": isa,
+        "threads": _threads(),
         "cuda": cuda,
         "torch": torch_info,
         "exchange": _exchange(torch),
@@ -75,6 +76,7 @@ def _lines(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("bwdfuse", f"{info['version']} on Python {info['python']}"),
         ("native part", f"{native['compiler']}, {native['flags']}" if native["available"] else native["reason"]),
         ("instruction set", chosen + (f", forced by BWDFUSE_ISA={isa['forced']}" if isa["forced"] else "")),
+        ("threads", info["threads"]["how"]),
         ("CUDA", "available" if info["cuda"]["available"] else info["cuda"]["reason"]),
         ("torch", torch["version"] if torch["available"] else torch["reason"]),
         ("tensor exchange", info["exchange"]["how"]),
@@ -108,6 +110,13 @@ def _native_part() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         {**extension.isa_info(), "forced": forced, "reason": None},
         {"available": False, "reason": built["cuda"]},
     )
+
+
+def _threads() -> dict[str, Any]:
+    if _native.extension is None:
+        return {"count": None, "how": "unknown: the native part is missing"}
+    count = _native.extension.get_num_threads()
+    return {"count": count, "how": f"up to {count} for a step on CPU (bwdfuse.set_num_threads)"}
 
 
 def _exchange(torch: Any) -> dict[str, Any]:

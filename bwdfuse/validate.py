@@ -13,14 +13,15 @@ from bwdfuse.trainers.facts import Batch, Option, TrainerFacts
 #: As a setting's value: take the setting away instead of changing it.
 REMOVE = object()
 
-#: Keyword arguments of ``bwdfuse.optim.AdamW`` that a trainer may pass on, with the values it can honour (None: any).
-ADAMW_OPTIONS: dict[str, tuple[object, ...] | None] = {
+#: Keyword arguments of ``bwdfuse.optim``'s classes that a trainer may pass on, with the values they can honour (None: any).
+OPTIMIZER_OPTIONS: dict[str, tuple[object, ...] | None] = {
     "lr": None,
     "betas": None,
     "eps": None,
     "weight_decay": None,
     "maximize": None,
-    "amsgrad": (False,),
+    "amsgrad": None,
+    "state_dtype": None,
     "capturable": (False,),
     "differentiable": (False,),
     "foreach": (None, False),
@@ -251,7 +252,7 @@ def param_dtype(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
 
 
 def optimizer(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
-    return _refusal(facts, facts.optimizer, "only AdamW can be stepped inside backward")
+    return _refusal(facts, facts.optimizer, "only AdamW and Adam can be stepped inside backward")
 
 
 def optimizer_impl(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
@@ -263,13 +264,13 @@ def optimizer_options(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | N
     sentences: list[str] = []
     settings: list[tuple[str, object]] = []
     for key, option in facts.optimizer_options.items():
-        allowed = ADAMW_OPTIONS.get(key, ())
+        allowed = OPTIMIZER_OPTIONS.get(key, ())
         if allowed is None or option.value in allowed:
             continue
         if allowed:
-            fix, why = (option.name, allowed[0]), "bwdfuse.optim.AdamW cannot do that"
+            fix, why = (option.name, allowed[0]), "bwdfuse.optim cannot do that"
         else:
-            fix, why = (option.name, REMOVE), "bwdfuse.optim.AdamW has no such option"
+            fix, why = (option.name, REMOVE), "bwdfuse.optim has no such option"
         sentences.append(f"{_named(facts, option)}: {why}; {_instruction(facts, fix)}")
         settings.append(fix)
     return Refusal("; ".join(sentences) + ".", tuple(settings)) if sentences else None

@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of hooks and optimizers."""
+"""Fixtures shared by the tests of hooks and optimizers; counts of what torch's own test data met, printed after the run."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ def _seed():
 @pytest.fixture(params=["exchange", "attributes"])
 def exchange(request, monkeypatch):
     """Every test that asks for it runs with torch's DLPack exchange table and with the fallback of older torches."""
-    from bwdfuse.optim import AdamW
+    from bwdfuse._optimizer import BackwardOptimizer
 
-    monkeypatch.setattr(AdamW, "_exchange", request.param == "exchange")
+    monkeypatch.setattr(BackwardOptimizer, "_exchange", request.param == "exchange")
     return request.param
 
 
@@ -81,3 +81,30 @@ def same_bits(a, b):
             and torch.equal(a.isnan(), b.isnan())
         )
     return a == b
+
+
+COUNTS = pytest.StashKey[dict]()
+
+
+def pytest_configure(config):
+    config.stash[COUNTS] = {"honoured": 0, "refused": 0}
+
+
+@pytest.fixture
+def counted(request):
+    """counted("honoured") or counted("refused"), once the test has shown it."""
+
+    def count(outcome):
+        request.config.stash[COUNTS][outcome] += 1
+
+    return count
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    counts = config.stash.get(COUNTS, None)
+    if counts is None or not any(counts.values()):
+        return
+    failed = sum("test_conformance.py" in report.nodeid for report in terminalreporter.stats.get("failed", ()))
+    terminalreporter.write_line(
+        f"torch's optimizer test data: honoured {counts['honoured']}, refused {counts['refused']}, failed {failed}"
+    )

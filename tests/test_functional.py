@@ -124,7 +124,7 @@ def test_other_threads_run_during_a_step():
     thread = threading.Thread(target=work)
     old = sys.getswitchinterval()
     # Longer than the step: without a release inside it, the other thread would get no turn.
-    sys.setswitchinterval(10)
+    sys.setswitchinterval(1)
     try:
         thread.start()
         running.wait()
@@ -153,6 +153,7 @@ BAD_ARRAYS = {
     "masked": (lambda n: np.ma.zeros(n, np.float32), TypeError, "ndarray"),
     "float64": (lambda n: np.zeros(n), TypeError, "float64"),
     "float16": (lambda n: np.zeros(n, np.float16), TypeError, "float16"),
+    "longdouble": (lambda n: np.zeros(n, np.longdouble), TypeError, np.dtype(np.longdouble).name),
     "int32": (lambda n: np.zeros(n, np.int32), TypeError, "int32"),
     "complex": (lambda n: np.zeros(n, np.complex64), TypeError, "complex64"),
     "object": (lambda n: np.zeros(n, object), TypeError, "object"),
@@ -200,8 +201,10 @@ def good_arrays(n):
     return [rng.random(n, np.float32) for _ in ARRAYS]
 
 
-#: Every bad kind in every place, but a read-only gradient, which is as good as any.
-WRONG = [(which, kind) for kind in BAD_ARRAYS for which in range(4) if (ARRAYS[which], kind) != ("grad", "read-only")]
+#: As good as any beside float32.
+FINE = {("grad", "read-only"), ("grad", "bfloat16"), ("param", "bfloat16"), ("param", "float16")}
+#: Every bad kind in every place where it is bad.
+WRONG = [(which, kind) for kind in BAD_ARRAYS for which in range(4) if (ARRAYS[which], kind) not in FINE]
 
 
 @pytest.mark.parametrize(("which", "kind"), WRONG, ids=lambda v: ARRAYS[v] if isinstance(v, int) else v)
@@ -211,7 +214,7 @@ def test_wrong_array(which, kind):
     objects[which] = make(6)
     # A wrong shape of param shows in the first array that differs from it.
     named = ARRAYS[which] if word != "shape" or which else "param"
-    if kind == "bfloat16" and which < 3:
+    if kind in ("bfloat16", "float16", "float64") and which < 3:
         named = "dtype"
     refused(objects, exception, named, word)
 

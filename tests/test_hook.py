@@ -276,9 +276,9 @@ def test_sparse_gradient():
 
 def test_gradient_of_another_dtype():
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    p.grad_dtype = torch.float32
+    p.grad_dtype = torch.float64
     opt = armed(p)
-    refused(opt, p, lambda: (p.float() * 2).sum().backward(), r"storage \(param bfloat16, grad float32")
+    refused(opt, p, lambda: (p.double() * 2).sum().backward(), r"storage \(param bfloat16, grad float64")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,10 @@ def test_amsgrad_switched_on_during_training():
     [
         (lambda s: s.pop("exp_avg"), "has no 'exp_avg'"),
         (lambda s: s.update(exp_avg=torch.zeros(3)), "exp_avg of parameter 'p0' has 3 elements"),
-        (lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.float64)), "exp_avg of parameter 'p0'.*float64"),
+        (
+            lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.float64)),
+            "storage .param float32, grad float32, state float64",
+        ),
         (lambda s: s.update(exp_avg=torch.zeros(2, dtype=torch.bfloat16)), "no native step"),
         (lambda s: s.update(exp_avg=[0.0, 0.0]), "is .*, not a tensor"),
         (lambda s: s.update(exp_avg=torch.zeros(1).expand(2)), "one element by two indices"),
@@ -434,6 +437,36 @@ def test_enabled_grad_scaler_is_refused_before_anything_is_changed(sharded):
     assert p.item() == pytest.approx(0.9)
     opt.disarm()
     assert scaler.scale(p.sum()).item() == pytest.approx(0.9 * 65536)
+
+
+CLIPPERS = {
+    "norm": lambda p: torch.nn.utils.clip_grad_norm_(p, 1.0),
+    "norm of a generator": lambda p: torch.nn.utils.clip_grad_norm_((q for q in p), 1.0),
+    "norm of a tensor": lambda p: torch.nn.utils.clip_grad_norm_(p[0], 1.0),
+    "norm, imported before": lambda p, clip=torch.nn.utils.clip_grad_norm_: clip(p, float("inf")),
+    "known norm": lambda p: torch.nn.utils.clip_grads_with_norm_(p, 1.0, torch.tensor(5.0)),
+    "value": lambda p: torch.nn.utils.clip_grad_value_(p, 0.1),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPPERS.values(), ids=CLIPPERS.keys())
+def test_clipping_of_what_was_stepped_raises_instead_of_doing_nothing(clip):
+    """Stock in-backward stepping: the norm of no gradients is 0, which no bound clips."""
+    p, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = armed(p)
+    (p * torch.tensor([3.0, 4.0])).sum().backward()
+    with pytest.raises(ConfigError, match=r"parameter 'p0' is stepped inside backward.*max_grad_norm=0.*grad_norm\(\)"):
+        clip([p])
+    opt.step()
+    assert opt.grad_norm() == pytest.approx(5.0)
+    # what this optimizer does not step is clipped as ever
+    (other * torch.tensor([3.0, 4.0])).sum().backward()
+    clip([other])
+    assert other.grad is not None
+    opt.disarm()
+    p.sum().backward()
+    clip([p])
+    opt.step()
 
 
 # ---- failures half-way -----------------------------------------------------------------------------------------------

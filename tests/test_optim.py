@@ -423,12 +423,18 @@ def test_parameter_without_saved_state_starts_at_step_one(one):
         ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"),
         ({"betas": (0.9, float("nan"))}, r"betas\[1\]=nan"),
         ({"weight_decay": -0.1}, "weight_decay"),
-        ({"amsgrad": True}, "amsgrad=False"),
         ({"foreach": True}, "foreach"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
         ({"nonfinite": "ignore"}, "'off', 'skip' or 'raise'"),
         ({"lr": torch.tensor([0.1, 0.2])}, "one element"),
+        ({"lr": "fast"}, "lr='fast'"),
+        ({"betas": (torch.tensor([0.9, 0.8]), torch.tensor(0.9))}, r"betas\[0\].*one element"),
+        ({"betas": (0.9, torch.tensor(0.99))}, "both to tensors"),
+        ({"betas": 0.9}, "set a pair"),
+        ({"betas": (0.9,)}, "set a pair"),
+        ({"state_dtype": torch.float16}, r"state_dtype=torch.float16.*torch.float32, torch.bfloat16 or None"),
+        ({"state_dtype": "int8"}, "state_dtype='int8'"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(options, text):
@@ -444,7 +450,7 @@ def test_options_that_cannot_be_honoured_are_refused(options, text):
     ("make", "text"),
     [
         (lambda: nn.Parameter(torch.ones(2, device="meta")), "meta device"),
-        (lambda: nn.Parameter(torch.ones(2, dtype=torch.float64)), "float64"),
+        (lambda: nn.Parameter(torch.ones(2).to(torch.float8_e5m2)), "float8_e5m2"),
         (lambda: nn.Parameter(torch.ones(2, dtype=torch.cfloat)), "complex64"),
         (
             lambda: nn.Parameter(torch.ones(2, requires_grad=False), requires_grad=False),

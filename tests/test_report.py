@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import bwdfuse
 from bwdfuse import _native, report
 from bwdfuse.__main__ import _count, app
 
@@ -21,6 +22,7 @@ def test_facts_are_those_of_their_owners():
     assert info["isa"]["chosen"] == native.isa_info()["chosen"]
     assert info["isa"]["possible"] == native.isa_info()["possible"]
     assert info["native"]["compiler"] in native.build_info()["compiler"]
+    assert info["threads"]["count"] == native.get_num_threads()
     assert info["cuda"] == {"available": False, "reason": native.build_info()["cuda"]}
     assert info["torch"] == {"available": True, "version": torch.__version__, "reason": None}
     assert info["exchange"]["table"] is hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -60,6 +62,7 @@ def test_without_the_native_part(monkeypatch, capsys):
         assert info[part]["available"] is False and "no such [file]" in info[part]["reason"]
     assert info["isa"]["chosen"] is None and info["isa"]["possible"] == ()
     assert info["exchange"] == {"table": None, "how": "unknown: the native part is missing"}
+    assert info["threads"] == {"count": None, "how": "unknown: the native part is missing"}
     report.show()
     assert "no such [file]" in " ".join(capsys.readouterr().out.split())  # rich must not take it for markup
     assert runner.invoke(app, ["doctor"]).exit_code == 1
@@ -90,6 +93,16 @@ def test_forced_instruction_set_is_said(monkeypatch, capsys):
     monkeypatch.setenv("BWDFUSE_ISA", "baseline")
     report.show()
     assert "forced by BWDFUSE_ISA=baseline" in " ".join(capsys.readouterr().out.split())
+
+
+def test_number_of_threads_is_said(monkeypatch, capsys):
+    before = bwdfuse.get_num_threads()
+    try:
+        bwdfuse.set_num_threads(5)
+        report.show()
+    finally:
+        bwdfuse.set_num_threads(before)
+    assert "up to 5 for a step on CPU (bwdfuse.set_num_threads)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_absent_trainer_and_absent_adapter(monkeypatch):

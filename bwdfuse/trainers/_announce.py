@@ -24,7 +24,7 @@ def announcement(flag: str, module: torch.nn.Module) -> str:
     sharded = any(isinstance(child, GROUPS) for child in module.modules())
     where, unit = (" on each rank", "FSDP group") if sharded else ("", "one")
     return (
-        f"bwdfuse: {flag} took effect: {params} parameters are stepped inside backward by the native AdamW; "
+        f"bwdfuse: {flag} took effect: {params} parameters are stepped inside backward by the native step; "
         f"{(total - at_once) / MIB:.2f} of {total / MIB:.2f} MiB of gradients are freed{where} (all but the largest "
         f"{unit}, {at_once / MIB:.2f} MiB)"
     )

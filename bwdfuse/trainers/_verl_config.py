@@ -128,7 +128,7 @@ def trainer_facts(optim: FSDPOptimizerConfig, around: dict[str, Any]) -> Trainer
         offload_policy=option("engine.offload_policy", False, None),
         param_offload=option("engine.param_offload", False, None),
         quantized_training=option("engine.qat.enable", False, None),
-        optimizer=Option("optim.optimizer", optim.optimizer, ("AdamW",)),
+        optimizer=Option("optim.optimizer", optim.optimizer, ("AdamW", "Adam")),
         optimizer_impl=Option("optim.optimizer_impl", optim.optimizer_impl, ("bwdfuse.optim", "torch.optim")),
         optimizer_options={key: Option(f"optim.override_optimizer_config.{key}", overrides[key]) for key in overrides},
     )

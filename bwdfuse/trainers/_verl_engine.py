@@ -21,8 +21,8 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from bwdfuse import _fsdp1 as fsdp1
+from bwdfuse._optimizer import BackwardOptimizer
 from bwdfuse.errors import AccumulationError, BwdFuseError, ConfigError
-from bwdfuse.optim import AdamW
 from bwdfuse.trainers._announce import announcement
 from bwdfuse.trainers._verl_config import BwdHookOptimizerConfig
 
@@ -32,7 +32,7 @@ MODEL_TYPE, BACKENDS = "language_model", ("fsdp", "fsdp2")
 class BwdHookFSDPEngine(FSDPEngineWithLMHead):
     """verl's engine, unchanged for every model whose settings do not ask for stepping inside backward."""
 
-    optimizer: AdamW
+    optimizer: BackwardOptimizer
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -87,11 +87,11 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
     # ---- guards ------------------------------------------------------------------------------------------------
 
     def _check_armed(self) -> None:
-        if not (isinstance(self.optimizer, AdamW) and self.optimizer.armed):
+        if not (isinstance(self.optimizer, BackwardOptimizer) and self.optimizer.armed):
             kind = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
             raise BwdFuseError(
                 f"optim.bwd_hook=True is set, but the engine's optimizer is {kind} and not an "
-                "armed bwdfuse.optim.AdamW: something replaced or disarmed it after the engine was built; keep the "
+                "armed optimizer of bwdfuse.optim: something replaced or disarmed it after the engine was built; keep the "
                 "optimizer that verl built, or set optim.bwd_hook=False"
             )
 

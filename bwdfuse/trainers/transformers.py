@@ -20,9 +20,10 @@ from accelerate.state import AcceleratorState
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from bwdfuse import validate
+from bwdfuse._optimizer import BackwardOptimizer
 from bwdfuse.config import BwdHookConfig
 from bwdfuse.errors import ConfigError
-from bwdfuse.optim import AdamW
+from bwdfuse.optim import Adam, AdamW
 from bwdfuse.trainers._announce import announcement
 from bwdfuse.trainers._transformers_facts import TRANSFORMERS, Library, argument_facts, run_facts
 
@@ -115,6 +116,10 @@ def _has_callback(trainer: transformers.Trainer) -> bool:
 # ---- the optimizer -------------------------------------------------------------------------------------------------
 
 
+#: torch's optimizers that have a native one of the same name, options and state.
+NATIVE: dict[type, type[AdamW] | type[Adam]] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
+
+
 def find_optimizer(optimizer: Any) -> tuple[Any, Any]:
     """The optimizer inside accelerate's wrappers, and the innermost wrapper that holds it (None without one)."""
     holder, inner = None, optimizer
@@ -124,10 +129,10 @@ def find_optimizer(optimizer: Any) -> tuple[Any, Any]:
 
 
 def refuse_class(cls: Any) -> None:
-    """Raises ConfigError for a class of optimizer that is neither bwdfuse.AdamW nor torch's own, by name."""
-    if cls is not torch.optim.AdamW and not (isinstance(cls, type) and issubclass(cls, AdamW)):
+    """Raises ConfigError for a class of optimizer that is neither ours nor torch's of that name, by name."""
+    if cls not in NATIVE and not (isinstance(cls, type) and issubclass(cls, BackwardOptimizer)):
         raise ConfigError(
-            "bwd_hook=True: only AdamW can be stepped inside backward, and this trainer's optimizer is "
+            "bwd_hook=True: only AdamW and Adam can be stepped inside backward, and this trainer's optimizer is "
             f"{_name(cls)}; {WAYS_IN}, or set bwd_hook=False"
         )
 
@@ -136,8 +141,8 @@ def _name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" if hasattr(cls, "__qualname__") else repr(cls)
 
 
-def take_over(optimizer: Any, scheduler: Any) -> AdamW:
-    """The bwdfuse.AdamW that `optimizer` holds. In place of a torch.optim.AdamW, puts one with its groups and state.
+def take_over(optimizer: Any, scheduler: Any) -> BackwardOptimizer:
+    """The optimizer of bwdfuse that `optimizer` holds. In place of torch's, puts one with its groups and state.
 
     Args:
         optimizer: As accelerate prepared it.
@@ -148,31 +153,32 @@ def take_over(optimizer: Any, scheduler: Any) -> AdamW:
     """
     inner, holder = find_optimizer(optimizer)
     refuse_class(type(inner))
-    if isinstance(inner, AdamW):
+    if isinstance(inner, BackwardOptimizer):
         return inner
+    ours = NATIVE[type(inner)]
     if holder is None or getattr(scheduler, "optimizer", None) is inner:
         raise ConfigError(
-            "bwd_hook=True: the learning-rate scheduler was built on a torch.optim.AdamW that bwdfuse.AdamW has to "
-            "replace, and would go on setting the old one's learning rate; build both yourself, "
-            "optimizers=(bwdfuse.AdamW(groups), scheduler), or neither, or set bwd_hook=False"
+            f"bwd_hook=True: the learning-rate scheduler was built on a torch.optim.{ours.__name__} that bwdfuse.{ours.__name__} has "
+            "to replace, and would go on setting the old one's learning rate; build both yourself, "
+            f"optimizers=(bwdfuse.{ours.__name__}(groups), scheduler), or neither, or set bwd_hook=False"
         )
-    ours = AdamW([dict(group) for group in inner.param_groups])
-    ours.load_state_dict(inner.state_dict())
-    holder.optimizer = ours
-    return ours
+    native = ours([dict(group) for group in inner.param_groups], amsgrad=inner.defaults["amsgrad"])
+    native.load_state_dict(inner.state_dict())
+    holder.optimizer = native
+    return native
 
 
-def armed(optimizer: Any) -> AdamW:
-    """The armed bwdfuse.AdamW that `optimizer` holds.
+def armed(optimizer: Any) -> BackwardOptimizer:
+    """The armed optimizer of bwdfuse that `optimizer` holds.
 
     Raises:
         ConfigError: There is none, so that nothing is stepped inside backward.
     """
     inner, _ = find_optimizer(optimizer)
-    if isinstance(inner, AdamW) and inner.armed:
+    if isinstance(inner, BackwardOptimizer) and inner.armed:
         return inner
     raise ConfigError(
-        f"bwd_hook=True did not take effect: the optimizer is {_name(type(inner))} and not an armed bwdfuse.AdamW; "
+        f"bwd_hook=True did not take effect: the optimizer is {_name(type(inner))} and not an armed one of bwdfuse; "
         "something replaced or disarmed it, or removed BwdHookCallback from the trainer; leave both as they are, or "
         "set bwd_hook=False"
     )
@@ -181,7 +187,7 @@ def armed(optimizer: Any) -> AdamW:
 def disarm(optimizer: Any) -> None:
     """Takes the hooks off, so that the model is an ordinary one for whatever comes next."""
     inner, _ = find_optimizer(optimizer)
-    if isinstance(inner, AdamW):
+    if isinstance(inner, BackwardOptimizer):
         inner.disarm()
 
 
@@ -192,7 +198,7 @@ def callback(bwd_hook: bool = True) -> "BwdHookCallback":
     """Steps each parameter inside backward, in a Trainer whose class cannot be changed.
 
     ``Trainer(..., callbacks=[callback()])`` is all: as training starts it puts bwdfuse.AdamW, with the same groups,
-    state and schedule, where the trainer's own AdamW was, and arms it; a bwdfuse.AdamW that the trainer was given
+    state and schedule, where the trainer's own AdamW was (Adam for Adam), and arms it; one of bwdfuse that the trainer was given
     stays. What cannot be honoured raises. The gradient norm in the logs is the true one; this callback therefore moves
     to the front of the others.
 
@@ -238,7 +244,9 @@ class BwdHookCallback(TrainerCallback):
         check_run(args, self.asked(args), model)
         if self.corrects_logs:
             self._run_first(sys._getframe(1).f_locals.get("self"))
-        take_over(objects["optimizer"], objects.get("lr_scheduler")).arm(model)
+        optimizer = take_over(objects["optimizer"], objects.get("lr_scheduler"))
+        optimizer.arm(model)
+        optimizer._norm_is_replaced = self.corrects_logs
         if state.is_world_process_zero:
             print(announcement("bwd_hook=True", model) + _compiled(args), flush=True)
 
@@ -328,7 +336,7 @@ class BwdHookTrainer(TrainerBase):
             disarm(self.optimizer)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As transformers' own, with its parameter groups and hyper-parameters, of class bwdfuse.AdamW."""
+        """As transformers' own, with its parameter groups and hyper-parameters, of the class of bwdfuse."""
         if self._bwd_hook is False:
             self._refuse_armed()
             return super().create_optimizer(*args, **kwargs)
@@ -338,7 +346,7 @@ class BwdHookTrainer(TrainerBase):
         given = self.optimizer_cls_and_kwargs
         cls, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         refuse_class(cls)
-        self.optimizer_cls_and_kwargs = (AdamW if cls is torch.optim.AdamW else cls, dict(options))
+        self.optimizer_cls_and_kwargs = (NATIVE.get(cls, cls), dict(options))
         try:
             return super().create_optimizer(*args, **kwargs)
         finally:
@@ -346,9 +354,9 @@ class BwdHookTrainer(TrainerBase):
 
     def _refuse_armed(self) -> None:
         inner, _ = find_optimizer(self.optimizer)
-        if isinstance(inner, AdamW) and inner.armed:
+        if isinstance(inner, BackwardOptimizer) and inner.armed:
             raise ConfigError(
-                "bwd_hook=False, but the optimizer given to the trainer is armed (bwdfuse.AdamW(..., bwd_hook=True)), "
+                f"bwd_hook=False, but the optimizer given to the trainer is armed (bwdfuse.{inner._name}(..., bwd_hook=True)), "
                 "so that clipping would silently do nothing; set bwd_hook=True in the arguments and leave it out of the "
                 "optimizer"
             )

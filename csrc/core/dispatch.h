@@ -4,6 +4,7 @@
 
 #include "core/job.h"
 #include "core/layout.h"
+#include "core/pool.h"
 #include "core/status.h"
 #include "rules/registry.h"
 
@@ -17,12 +18,19 @@ typedef void (*bwd_update_fn)(const bwd_scalars *scalars, size_t n, void *param,
                               double *lanes);
 /* Adds the squares of grad to the lanes and does nothing else. */
 typedef void (*bwd_scan_fn)(size_t n, const void *grad, double *lanes);
+/* The scalars of one step, from hyper-parameters that are in range. */
+typedef void (*bwd_prepare_fn)(const double *hyper, double step, bwd_scalars *scalars);
 
-/* One instruction set's loops. */
-typedef struct bwd_isa {
-    const char *name;
+/* One instruction set's loops in one real type; NULL in the cells of the other. */
+typedef struct bwd_loops {
+    bwd_prepare_fn prepare[BWD_RULE_COUNT];
     bwd_update_fn update[BWD_RULE_COUNT][BWD_FORMAT_COUNT];
     bwd_scan_fn scan[BWD_DTYPE_COUNT];
+} bwd_loops;
+
+typedef struct bwd_isa {
+    const char *name;
+    const bwd_loops *loops[BWD_REAL_TYPES];
 } bwd_isa;
 
 /* The widest that this CPU and its operating system allow. */
@@ -45,18 +53,19 @@ int bwd_rule_bad_hyper(int rule, const double *hyper);
 const char *bwd_rule_hyper_range(int rule, int index);
 /* Whether it is one of 0 and 1. */
 int bwd_rule_hyper_is_switch(int rule, int index);
-/* The scalars of one step. */
-bwd_status bwd_rule_prepare(int rule, const double *hyper, double step, bwd_scalars *scalars);
+/* Whether there is such a rule and it can take that step with these hyper-parameters. */
+bwd_status bwd_rule_check(int rule, const double *hyper, double step);
 
 /* Steps one parameter and fills job->grad_sq_sum and job->nonfinite. Nothing is written unless the answer is BWD_OK.
- * The same bits for every isa. Two threads must not step one parameter. */
-bwd_status bwd_step(const bwd_isa *isa, bwd_job *job);
+ * `pool` lends its threads where the work is long enough; NULL: this thread alone. The same bits for every isa and
+ * every number of threads. Two callers must not step one parameter. */
+bwd_status bwd_step(const bwd_isa *isa, bwd_pool *pool, bwd_job *job);
 /* The same in the order of the shape's last index, through tiles that are gathered and scattered. */
-bwd_status bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout);
+bwd_status bwd_step_strided(const bwd_isa *isa, bwd_pool *pool, bwd_job *job, const bwd_layout *layout);
 /* The sum and the count alone, as bwd_step would give them; nothing is stepped. */
-bwd_status bwd_scan(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, size_t n, double *sq_sum,
-                    uint64_t *nonfinite);
-bwd_status bwd_scan_strided(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, int ndim, const int64_t *shape,
-                            const int64_t *strides, double *sq_sum, uint64_t *nonfinite);
+bwd_status bwd_scan(const bwd_isa *isa, bwd_pool *pool, enum bwd_dtype dtype, const void *grad, size_t n,
+                    double *sq_sum, uint64_t *nonfinite);
+bwd_status bwd_scan_strided(const bwd_isa *isa, bwd_pool *pool, enum bwd_dtype dtype, const void *grad, int ndim,
+                            const int64_t *shape, const int64_t *strides, double *sq_sum, uint64_t *nonfinite);
 
 #endif

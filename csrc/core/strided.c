@@ -4,7 +4,7 @@
 #include "core/run.h"
 
 /* 1 Ki elements: four arrays of them stay in the first-level cache. */
-enum { TILE = 1024, MAX_DIMS = 64, MAX_ARRAYS = 2 + BWD_MAX_STATES, WIDEST = 4 };
+enum { TILE = 1024, MAX_DIMS = 64, MAX_ARRAYS = 2 + BWD_MAX_STATES, WIDEST = 8 };
 _Static_assert(TILE % BWD_LANES == 0, "a tile must end where the lanes end");
 
 typedef struct walk {
@@ -12,7 +12,7 @@ typedef struct walk {
     size_t n;
     int64_t shape[MAX_DIMS];
     int64_t strides[MAX_ARRAYS][MAX_DIMS];
-    int64_t index[MAX_DIMS]; /* the first element of the tile */
+    char *base[MAX_ARRAYS]; /* element 0 of grad, param, then the states; of grad alone when scanning */
 } walk;
 
 /* Drops dimensions of one element and joins neighbours that every array walks in one stride. */
@@ -22,7 +22,6 @@ walk_begin(walk *w, int ndim, const int64_t *shape, int arrays, const int64_t *c
     if (ndim < 0 || ndim > MAX_DIMS) {
         return BWD_BAD_LAYOUT;
     }
-    memset(w->index, 0, sizeof w->index);
     w->arrays = arrays;
     w->ndim = 0;
     w->n = 1;
@@ -69,14 +68,25 @@ copy_run(char *packed, char *apart, int64_t step, int64_t count, size_t size, bo
     }
 }
 
-/* Moves the tile's n elements of one array between `packed` and the array, whose element 0 is at `base`.
- * Leaves in `index` where the next tile begins. */
+/* Where element `at` lies. */
 static void
-walk_move(const walk *w, int array, int64_t *index, size_t n, char *packed, char *base, size_t size, bool scatter)
+walk_seek(const walk *w, size_t at, int64_t *index)
+{
+    for (int d = w->ndim - 1; d >= 0; d--) {
+        index[d] = (int64_t)(at % (size_t)w->shape[d]);
+        at /= (size_t)w->shape[d];
+    }
+}
+
+/* Moves n elements of one array, from `first` on, between `packed` and the array. Leaves in `index` where the next ones
+ * begin. */
+static void
+walk_move(const walk *w, int array, const int64_t *first, int64_t *index, size_t n, char *packed, size_t size,
+          bool scatter)
 {
     const int64_t *strides = w->strides[array];
     const int last = w->ndim - 1;
-    memcpy(index, w->index, (size_t)w->ndim * sizeof *index);
+    memcpy(index, first, (size_t)w->ndim * sizeof *index);
     while (n > 0) {
         int64_t offset = 0;
         for (int d = 0; d <= last; d++) {
@@ -85,13 +95,16 @@ walk_move(const walk *w, int array, int64_t *index, size_t n, char *packed, char
         const int64_t left = w->shape[last] - index[last];
         const int64_t count = (size_t)left < n ? left : (int64_t)n;
         const int64_t step = strides[last] * (int64_t)size;
-        char *apart = base + offset * (int64_t)size;
+        char *apart = w->base[array] + offset * (int64_t)size;
         /* a constant size makes each element one move instead of a call */
         if (size == 2) {
             copy_run(packed, apart, step, count, 2, scatter);
         }
-        else {
+        else if (size == 4) {
             copy_run(packed, apart, step, count, 4, scatter);
+        }
+        else {
+            copy_run(packed, apart, step, count, 8, scatter);
         }
         packed += (size_t)count * size;
         n -= (size_t)count;
@@ -103,16 +116,16 @@ walk_move(const walk *w, int array, int64_t *index, size_t n, char *packed, char
     }
 }
 
-/* base[0] is grad, base[1] param, then the states; grad alone when scanning. */
 static void
-walk_run(walk *w, bwd_run *run, char *const *base)
+walk_tiles(const bwd_run *run, const void *arrays, size_t at, size_t left, bwd_seen *seen)
 {
+    const walk *w = arrays;
     size_t size[MAX_ARRAYS];
     union {
         double align;
         char bytes[TILE * WIDEST];
     } tile[MAX_ARRAYS];
-    int64_t next[MAX_DIMS];
+    int64_t first[MAX_DIMS], next[MAX_DIMS];
     void *state[BWD_MAX_STATES] = {NULL};
 
     for (int a = 0; a < w->arrays; a++) {
@@ -121,22 +134,23 @@ walk_run(walk *w, bwd_run *run, char *const *base)
     for (int k = 0; k < run->state_count; k++) {
         state[k] = tile[2 + k].bytes;
     }
-    for (size_t done = 0; done < w->n;) {
-        const size_t n = w->n - done < TILE ? w->n - done : TILE;
+    walk_seek(w, at, first);
+    while (left > 0) {
+        const size_t n = left < TILE ? left : TILE;
         for (int a = 0; a < w->arrays; a++) {
-            walk_move(w, a, next, n, tile[a].bytes, base[a], size[a], false);
+            walk_move(w, a, first, next, n, tile[a].bytes, size[a], false);
         }
-        bwd_run_span(run, n, tile[1].bytes, tile[0].bytes, state);
+        bwd_run_span(run, n, tile[1].bytes, tile[0].bytes, state, seen);
         for (int a = 1; a < w->arrays; a++) {
-            walk_move(w, a, next, n, tile[a].bytes, base[a], size[a], true);
+            walk_move(w, a, first, next, n, tile[a].bytes, size[a], true);
         }
-        memcpy(w->index, next, (size_t)w->ndim * sizeof *next);
-        done += n;
+        memcpy(first, next, (size_t)w->ndim * sizeof *next);
+        left -= n;
     }
 }
 
 bwd_status
-bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout)
+bwd_step_strided(const bwd_isa *isa, bwd_pool *pool, bwd_job *job, const bwd_layout *layout)
 {
     walk w;
     bwd_run run;
@@ -146,10 +160,11 @@ bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout)
     }
     const int64_t *strides[MAX_ARRAYS] = {layout->grad_strides, layout->param_strides};
     /* only the scatter writes through these, and it leaves array 0 alone */
-    char *base[MAX_ARRAYS] = {(char *)(uintptr_t)job->grad, job->param};
+    w.base[0] = (char *)(uintptr_t)job->grad;
+    w.base[1] = job->param;
     for (int k = 0; k < run.state_count; k++) {
         strides[2 + k] = layout->state_strides[k];
-        base[2 + k] = job->state[k];
+        w.base[2 + k] = job->state[k];
     }
     status = walk_begin(&w, layout->ndim, layout->shape, 2 + run.state_count, strides);
     if (status != BWD_OK) {
@@ -159,18 +174,17 @@ bwd_step_strided(const bwd_isa *isa, bwd_job *job, const bwd_layout *layout)
         return BWD_BAD_LAYOUT;
     }
     if (walk_contiguous(&w)) {
-        bwd_run_span(&run, w.n, job->param, job->grad, job->state);
+        bwd_run_flat(&run, pool, job, &job->grad_sq_sum, &job->nonfinite);
     }
     else {
-        walk_run(&w, &run, base);
+        bwd_run_pass(&run, pool, w.n, walk_tiles, &w, &job->grad_sq_sum, &job->nonfinite);
     }
-    bwd_run_finish(&run, &job->grad_sq_sum, &job->nonfinite);
     return BWD_OK;
 }
 
 bwd_status
-bwd_scan_strided(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, int ndim, const int64_t *shape,
-                 const int64_t *strides, double *sq_sum, uint64_t *nonfinite)
+bwd_scan_strided(const bwd_isa *isa, bwd_pool *pool, enum bwd_dtype dtype, const void *grad, int ndim,
+                 const int64_t *shape, const int64_t *strides, double *sq_sum, uint64_t *nonfinite)
 {
     walk w;
     bwd_run run;
@@ -182,12 +196,12 @@ bwd_scan_strided(const bwd_isa *isa, enum bwd_dtype dtype, const void *grad, int
         return status;
     }
     if (walk_contiguous(&w)) {
-        bwd_run_span(&run, w.n, NULL, grad, NULL);
+        const bwd_job job = {.n = w.n, .grad = grad};
+        bwd_run_flat(&run, pool, &job, sq_sum, nonfinite);
     }
     else {
-        char *base = (char *)(uintptr_t)grad;
-        walk_run(&w, &run, &base);
+        w.base[0] = (char *)(uintptr_t)grad;
+        bwd_run_pass(&run, pool, w.n, walk_tiles, &w, sq_sum, nonfinite);
     }
-    bwd_run_finish(&run, sq_sum, nonfinite);
     return BWD_OK;
 }

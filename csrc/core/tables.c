@@ -13,11 +13,7 @@
     static const double rule##_defaults[] = {hypers(HYPER_DEFAULT)};                                                   \
     static const bwd_range rule##_ranges[] = {hypers(HYPER_RANGE)};                                                    \
     _Static_assert(sizeof rule##_states / sizeof *rule##_states <= BWD_MAX_STATES, "raise BWD_MAX_STATES");            \
-    _Static_assert(sizeof rule##_hypers / sizeof *rule##_hypers <= BWD_MAX_HYPERS, "raise BWD_MAX_HYPERS");            \
-    static void rule##_prepare(const double *hyper, double step, bwd_scalars *scalars)                                 \
-    {                                                                                                                  \
-        scalars->rule = bwd_##rule##_prepare(hyper, step);                                                             \
-    }
+    _Static_assert(sizeof rule##_hypers / sizeof *rule##_hypers <= BWD_MAX_HYPERS, "raise BWD_MAX_HYPERS");
 BWD_RULES(RULE_TABLES)
 
 typedef struct rule_row {
@@ -26,7 +22,6 @@ typedef struct rule_row {
     const double *defaults;
     const bwd_range *ranges;
     int state_count, hyper_count;
-    void (*prepare)(const double *hyper, double step, bwd_scalars *scalars);
 } rule_row;
 
 #define RULE_ROW(rule, states, hypers)                                                                                 \
@@ -36,8 +31,7 @@ typedef struct rule_row {
      rule##_defaults,                                                                                                  \
      rule##_ranges,                                                                                                    \
      BWD_##rule##_STATE_COUNT,                                                                                         \
-     (int)(sizeof rule##_hypers / sizeof *rule##_hypers),                                                              \
-     rule##_prepare},
+     (int)(sizeof rule##_hypers / sizeof *rule##_hypers)},
 static const rule_row rules[BWD_RULE_COUNT] = {BWD_RULES(RULE_ROW)};
 
 static const rule_row *
@@ -135,26 +129,26 @@ bwd_rule_hyper_range(int rule, int index)
 }
 
 bwd_status
-bwd_rule_prepare(int rule, const double *hyper, double step, bwd_scalars *scalars)
+bwd_rule_check(int rule, const double *hyper, double step)
 {
-    const rule_row *row = row_of(rule);
-    if (!row) {
+    if (!row_of(rule)) {
         return BWD_BAD_RULE;
     }
     if (bwd_rule_bad_hyper(rule, hyper) >= 0) {
         return BWD_BAD_HYPER;
     }
-    if (!(step >= 1.0) || !isfinite(step)) {
-        return BWD_BAD_STEP;
-    }
-    row->prepare(hyper, step, scalars);
-    return BWD_OK;
+    return step >= 1.0 && isfinite(step) ? BWD_OK : BWD_BAD_STEP;
 }
 
 #define DTYPE_SIZE(T, text) [BWD_##T] = sizeof(bwd_##T),
 #define DTYPE_NAME(T, text) [BWD_##T] = text,
 static const size_t dtype_sizes[BWD_DTYPE_COUNT] = {BWD_DTYPES(DTYPE_SIZE)};
 static const char *const dtype_names[BWD_DTYPE_COUNT] = {BWD_DTYPES(DTYPE_NAME)};
+
+#define DTYPE_IS_FLOAT(T, text)  [BWD_##T] = BWD_FLOAT,
+#define DTYPE_IS_DOUBLE(T, text) [BWD_##T] = BWD_DOUBLE,
+static const enum bwd_real_type dtype_reals[BWD_DTYPE_COUNT] = {BWD_FLOAT_DTYPES(DTYPE_IS_FLOAT)
+                                                                    BWD_DOUBLE_DTYPES(DTYPE_IS_DOUBLE)};
 
 #define FORMAT_ROW(prefix, P, G, S, N) {BWD_##P, BWD_##G, BWD_##S},
 static const enum bwd_dtype formats[BWD_FORMAT_COUNT][3] = {BWD_FORMATS(FORMAT_ROW, )};
@@ -163,6 +157,12 @@ size_t
 bwd_dtype_size(enum bwd_dtype dtype)
 {
     return dtype_sizes[dtype];
+}
+
+enum bwd_real_type
+bwd_dtype_real(enum bwd_dtype dtype)
+{
+    return dtype_reals[dtype];
 }
 
 const char *

@@ -1,4 +1,6 @@
-/* The one loop, stamped for every rule and format; each instruction set compiles this file with its own flags.
+// clang-format Language: Cpp
+/* The one loop, stamped for every rule and format; each instruction set compiles this file with its own flags, once for
+ * each real type.
  *
  * It is plain C that the compiler vectorises. It knows nothing of what a rule computes. Everything but the table at the
  * end is static, so no wide copy of a shared function can be linked into a narrow caller. */
@@ -6,8 +8,20 @@
 
 #define BWD_CAT_(a, b) a##_##b
 #define BWD_CAT(a, b)  BWD_CAT_(a, b)
-#define BWD_TEXT_(a)   #a
-#define BWD_TEXT(a)    BWD_TEXT_(a)
+
+#ifdef BWD_REAL_IS_DOUBLE
+#define BWD_REAL_NAME   double
+#define BWD_OWN_DTYPES  BWD_DOUBLE_DTYPES
+#define BWD_OWN_FORMATS BWD_DOUBLE_FORMATS
+#define BWD_OWN_DIRECT  BWD_DOUBLE_FORMATS
+#define BWD_OWN_TILED(X, rule)
+#else
+#define BWD_REAL_NAME   float
+#define BWD_OWN_DTYPES  BWD_FLOAT_DTYPES
+#define BWD_OWN_FORMATS BWD_FLOAT_FORMATS
+#define BWD_OWN_DIRECT  BWD_DIRECT_FORMATS
+#define BWD_OWN_TILED   BWD_TILED_FORMATS
+#endif
 
 /* Trip counts that the compiler sees: two whole vectors of the widest kind per loaded part (N of them), for every width
  * a whole number of vectors, no remainder loop. */
@@ -31,7 +45,8 @@ bwd_prefetch(const void *block, size_t bytes)
 #endif
 }
 
-/* Squares are exact in double. Row by row into each lane, so the order of additions is the one the lanes promise. */
+/* Squares of all but doubles are exact in double. Row by row into each lane, so the order of additions is the one the
+ * lanes promise. */
 #define BWD_STAMP_SQUARES(T, text)                                                                                     \
     static inline void bwd_squares_##T(const bwd_##T *restrict grad, int n, double *restrict lanes)                    \
     {                                                                                                                  \
@@ -58,17 +73,16 @@ bwd_prefetch(const void *block, size_t bytes)
             bwd_squares_##T(rest, BWD_SCAN_BLOCK, lanes);                                                              \
         }                                                                                                              \
     }
-BWD_DTYPES(BWD_STAMP_SQUARES)
+BWD_OWN_DTYPES(BWD_STAMP_SQUARES)
 
-/* The pointers are parameters because that is where GCC believes `restrict` without a run-time check.
- * The squares come first: allocators place large arrays at one offset from a page, and a load of grad after a store to
- * another array at that offset looks to the machine as if it might depend on it.
- * The last elements run as a whole block in a padded copy: the same code, so the same bits, whatever n is; a zero in
- * the padding adds nothing to a lane. */
-#define BWD_STAMP_UPDATE(rule, P, G, S, N)                                                                             \
+/* One block. The pointers are parameters because that is where GCC believes `restrict` without a run-time check. */
+#define BWD_BLOCK_OF(rule, P, G, S)                                                                                    \
     static inline void bwd_##rule##_##P##_##G##_##S##_block(                                                           \
         bwd_##P *restrict param, const bwd_##G *restrict grad, bwd_##S *restrict state0, bwd_##S *restrict state1,     \
-        bwd_##S *restrict state2, const bwd_##rule##_scalars *restrict scalars)                                        \
+        bwd_##S *restrict state2, const bwd_##rule##_scalars *restrict scalars)
+
+#define BWD_STAMP_BLOCK(rule, P, G, S, N)                                                                              \
+    BWD_BLOCK_OF(rule, P, G, S)                                                                                        \
     {                                                                                                                  \
         enum { states = BWD_##rule##_STATE_COUNT };                                                                    \
         for (int i = 0; i < BWD_BLOCK(N); i += N) {                                                                    \
@@ -97,12 +111,30 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
             if (states > 2)                                                                                            \
                 bwd_store##N##_##S(state2 + i, st[2]);                                                                 \
         }                                                                                                              \
-    }                                                                                                                  \
+    }
+
+/* param and grad as floats in tiles, the states where they are. */
+#define BWD_STAMP_TILED_BLOCK(rule, P, G, S, N)                                                                        \
+    BWD_BLOCK_OF(rule, P, G, S)                                                                                        \
+    {                                                                                                                  \
+        bwd_real param_tile[BWD_BLOCK(N)], grad_tile[BWD_BLOCK(N)];                                                    \
+        const bwd_real *g = bwd_reals_##G(grad, BWD_BLOCK(N), grad_tile);                                              \
+        (void)bwd_reals_##P(param, BWD_BLOCK(N), param_tile);                                                          \
+        bwd_##rule##_##S##_##S##_##S##_block(param_tile, g, state0, state1, state2, scalars);                          \
+        bwd_pack_##P(param, BWD_BLOCK(N), param_tile);                                                                 \
+    }
+
+/* The squares come first: allocators place large arrays at one offset from a page, and a load of grad after a store to
+ * another array at that offset looks to the machine as if it might depend on it.
+ * The last elements run as a whole block in a padded copy: the same code, so the same bits, whatever n is; a zero in
+ * the padding adds nothing to a lane. */
+#define BWD_STAMP_UPDATE(rule, P, G, S, N)                                                                             \
     static void bwd_##rule##_##P##_##G##_##S(const bwd_scalars *scalars, size_t n, void *param, const void *grad,      \
                                              void *const *state, double *lanes)                                        \
     {                                                                                                                  \
         enum { states = BWD_##rule##_STATE_COUNT };                                                                    \
-        const bwd_##rule##_scalars s = scalars->rule;                                                                  \
+        bwd_##rule##_scalars s;                                                                                        \
+        memcpy(&s, scalars, sizeof s);                                                                                 \
         bwd_##P *p = param;                                                                                            \
         const bwd_##G *g = grad;                                                                                       \
         bwd_##S *st[BWD_MAX_STATES] = {state[0], state[1], state[2]};                                                  \
@@ -133,15 +165,26 @@ BWD_DTYPES(BWD_STAMP_SQUARES)
                 memcpy(st[k], rests[k], n * sizeof *st[k]);                                                            \
         }                                                                                                              \
     }
-#define BWD_STAMP_RULE(rule, states, hypers) BWD_FORMATS(BWD_STAMP_UPDATE, rule)
+#define BWD_STAMP_RULE(rule, states, hypers)                                                                           \
+    _Static_assert(sizeof(bwd_##rule##_scalars) <= sizeof(bwd_scalars), "make room in bwd_scalars");                   \
+    static void bwd_##rule##_ready(const double *hyper, double step, bwd_scalars *scalars)                             \
+    {                                                                                                                  \
+        const bwd_##rule##_scalars s = bwd_##rule##_prepare(hyper, step);                                              \
+        memcpy(scalars, &s, sizeof s);                                                                                 \
+    }                                                                                                                  \
+    BWD_OWN_DIRECT(BWD_STAMP_BLOCK, rule)                                                                              \
+    BWD_OWN_TILED(BWD_STAMP_TILED_BLOCK, rule)                                                                         \
+    BWD_OWN_FORMATS(BWD_STAMP_UPDATE, rule)
 BWD_RULES(BWD_STAMP_RULE)
 
-#define BWD_UPDATE_CELL(rule, P, G, S, N)    bwd_##rule##_##P##_##G##_##S,
-#define BWD_UPDATE_ROW(rule, states, hypers) {BWD_FORMATS(BWD_UPDATE_CELL, rule)},
-#define BWD_SCAN_CELL(T, text)               bwd_scan_##T,
-extern const bwd_isa BWD_CAT(bwd_isa, BWD_ISA);
-const bwd_isa BWD_CAT(bwd_isa, BWD_ISA) = {
-    BWD_TEXT(BWD_ISA),
+#define BWD_PREPARE_CELL(rule, states, hypers) [BWD_RULE_##rule] = bwd_##rule##_ready,
+#define BWD_UPDATE_CELL(rule, P, G, S, N)      [BWD_FORMAT_##P##_##G##_##S] = bwd_##rule##_##P##_##G##_##S,
+#define BWD_UPDATE_ROW(rule, states, hypers)   [BWD_RULE_##rule] = {BWD_OWN_FORMATS(BWD_UPDATE_CELL, rule)},
+#define BWD_SCAN_CELL(T, text)                 [BWD_##T] = bwd_scan_##T,
+#define BWD_LOOPS                              BWD_CAT(bwd_loops, BWD_CAT(BWD_ISA, BWD_REAL_NAME))
+extern const bwd_loops BWD_LOOPS;
+const bwd_loops BWD_LOOPS = {
+    {BWD_RULES(BWD_PREPARE_CELL)},
     {BWD_RULES(BWD_UPDATE_ROW)},
-    {BWD_DTYPES(BWD_SCAN_CELL)},
+    {BWD_OWN_DTYPES(BWD_SCAN_CELL)},
 };

@@ -92,24 +92,6 @@ hold_capsule(bwd_array *array, PyObject *object)
 }
 
 static int
-dtype_of_dlpack(bwd_dl_dtype dtype)
-{
-    if (dtype.lanes != 1) {
-        return -1;
-    }
-    if (dtype.code == BWD_DL_BFLOAT && dtype.bits == 16) {
-        return BWD_bf16;
-    }
-    if (dtype.code != BWD_DL_FLOAT) {
-        return -1;
-    }
-    return bwd_dtype_find(dtype.bits == 16   ? "float16"
-                          : dtype.bits == 32 ? "float32"
-                          : dtype.bits == 64 ? "float64"
-                                             : "");
-}
-
-static int
 row_major(const bwd_dl_tensor *tensor)
 {
     int64_t stride = 1;
@@ -126,7 +108,7 @@ look_into_capsule(bwd_array *array, int written)
 {
     uint64_t flags;
     const bwd_dl_tensor *tensor = tensor_of(array->keep, &flags);
-    array->dtype = dtype_of_dlpack(tensor->dtype);
+    array->dtype = bwd_dl_find_dtype(tensor->dtype);
     if (array->dtype < 0) {
         PyErr_Format(PyExc_TypeError, "%s has DLPack type code %d of %d bits: pass one of%s", array->name,
                      tensor->dtype.code, tensor->dtype.bits, known_dtypes);

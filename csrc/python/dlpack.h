@@ -3,7 +3,7 @@
 #ifndef BWD_DLPACK_H
 #define BWD_DLPACK_H
 
-#include <stdint.h>
+#include "core/layout.h"
 
 enum { BWD_DL_MAJOR = 1 };
 enum { BWD_DL_CPU = 1, BWD_DL_CUDA = 2, BWD_DL_CUDA_HOST = 3 };
@@ -19,6 +19,22 @@ typedef struct bwd_dl_dtype {
     uint8_t bits;
     uint16_t lanes;
 } bwd_dl_dtype;
+
+/* The storage type that it is here, or -1. */
+static inline int
+bwd_dl_find_dtype(bwd_dl_dtype dtype)
+{
+    if (dtype.lanes != 1) {
+        return -1;
+    }
+    if (dtype.code == BWD_DL_BFLOAT) {
+        return dtype.bits == 16 ? BWD_bf16 : -1;
+    }
+    if (dtype.code != BWD_DL_FLOAT) {
+        return -1;
+    }
+    return dtype.bits == 32 ? BWD_f32 : dtype.bits == 64 ? BWD_f64 : dtype.bits == 16 ? BWD_f16 : -1;
+}
 
 typedef struct bwd_dl_tensor {
     void *data;

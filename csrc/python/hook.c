@@ -11,16 +11,18 @@ run_scan(const bwd_plan *plan, bwd_update *u)
 {
     const bwd_view *grad = &u->grad_view;
     if (u->flat) {
-        return bwd_scan(plan->isa, grad->dtype, grad->data, grad->n, &u->job.grad_sq_sum, &u->job.nonfinite);
+        return bwd_scan(plan->isa, plan->pool, grad->dtype, grad->data, grad->n, &u->job.grad_sq_sum,
+                        &u->job.nonfinite);
     }
-    return bwd_scan_strided(plan->isa, grad->dtype, grad->data, grad->ndim, grad->shape, grad->strides,
+    return bwd_scan_strided(plan->isa, plan->pool, grad->dtype, grad->data, grad->ndim, grad->shape, grad->strides,
                             &u->job.grad_sq_sum, &u->job.nonfinite);
 }
 
 static bwd_status
 run_step(const bwd_plan *plan, bwd_update *u)
 {
-    return u->flat ? bwd_step(plan->isa, &u->job) : bwd_step_strided(plan->isa, &u->job, &u->layout);
+    return u->flat ? bwd_step(plan->isa, plan->pool, &u->job)
+                   : bwd_step_strided(plan->isa, plan->pool, &u->job, &u->layout);
 }
 
 /* Runs `work` without the GIL where it is long enough to be worth the hand-over. */

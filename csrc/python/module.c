@@ -2,6 +2,7 @@
 #include "python/module.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 bwd_module_state *
 bwd_module_state_of(PyObject *module)
@@ -122,6 +123,64 @@ build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
                          BWD_SANITIZE, "cuda", "CPU-only build: this version has no CUDA kernels");
 }
 
+PyDoc_STRVAR(get_num_threads_doc,
+             "get_num_threads($module, /)\n--\n\n"
+             "How many threads a native step on CPU may use. See bwdfuse.get_num_threads.\n");
+
+static PyObject *
+get_num_threads(PyObject *module, PyObject *Py_UNUSED(unused))
+{
+    return PyLong_FromLong(bwd_pool_threads(bwd_module_state_of(module)->pool));
+}
+
+PyDoc_STRVAR(set_num_threads_doc,
+             "set_num_threads($module, n, /)\n--\n\n"
+             "How many threads a native step on CPU may use from now on. See bwdfuse.set_num_threads.\n");
+
+static PyObject *
+set_num_threads(PyObject *module, PyObject *n)
+{
+    if (!PyLong_Check(n) || PyBool_Check(n)) {
+        PyErr_Format(PyExc_TypeError, "set_num_threads(%R): pass an int from 1 to %d", n, BWD_MAX_THREADS);
+        return NULL;
+    }
+    int overflow;
+    const long threads = PyLong_AsLongAndOverflow(n, &overflow);
+    if (overflow || threads < 1 || threads > BWD_MAX_THREADS) {
+        PyErr_Format(PyExc_ValueError, "set_num_threads(%R): pass an int from 1 (no thread but the caller's) to %d", n,
+                     BWD_MAX_THREADS);
+        return NULL;
+    }
+    bwd_pool_set_threads(bwd_module_state_of(module)->pool, (int)threads);
+    Py_RETURN_NONE;
+}
+
+/* The first number of OMP_NUM_THREADS, which may be a list for nested regions; 0 where there is none to be obeyed: what
+ * is not a number is as good as unset, as OpenMP has it. */
+static long
+omp_num_threads(void)
+{
+    const char *text = getenv("OMP_NUM_THREADS");
+    char *end;
+    if (!text) {
+        return 0;
+    }
+    const long number = strtol(text, &end, 10);
+    end += strspn(end, " \t");
+    return end != text && number > 0 && (*end == '\0' || *end == ',') ? number : 0;
+}
+
+static bwd_pool *
+make_pool(void)
+{
+    const long asked = omp_num_threads(), threads = asked > 0 ? asked : bwd_pool_cpus();
+    bwd_pool *pool = bwd_pool_new(threads < BWD_MAX_THREADS ? (int)threads : BWD_MAX_THREADS);
+    if (!pool) {
+        PyErr_NoMemory();
+    }
+    return pool;
+}
+
 /* Returns NULL with ImportError set when BWDFUSE_ISA asks for what cannot be. */
 static const bwd_isa *
 choose_isa(void)
@@ -149,7 +208,7 @@ module_exec(PyObject *module)
 {
     bwd_module_state *st = bwd_module_state_of(module);
     st->isa = choose_isa();
-    if (!st->isa || bwd_step_exec(module) < 0) {
+    if (!st->isa || !(st->pool = make_pool()) || bwd_step_exec(module) < 0) {
         return -1;
     }
 #ifdef BWD_WITH_PLAN
@@ -183,6 +242,7 @@ module_clear(PyObject *module)
 static void
 module_free(void *module)
 {
+    bwd_pool_free(bwd_module_state_of(module)->pool);
     (void)module_clear(module);
 }
 
@@ -190,6 +250,8 @@ static PyMethodDef module_methods[] = {
     {"rules", rules, METH_NOARGS, rules_doc},
     {"isa_info", isa_info, METH_NOARGS, isa_info_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
+    {"get_num_threads", get_num_threads, METH_NOARGS, get_num_threads_doc},
+    {"set_num_threads", set_num_threads, METH_O, set_num_threads_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,6 +14,7 @@
 #define BWD_MODULE_MEMBER(type, name) type *name;
 typedef struct bwd_module_state {
     const bwd_isa *isa; /* chosen when the module is executed, never changed after */
+    bwd_pool *pool;     /* owned; every step of this module may use it */
     BWD_MODULE_OBJECTS(BWD_MODULE_MEMBER)
 } bwd_module_state;
 #undef BWD_MODULE_MEMBER

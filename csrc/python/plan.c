@@ -190,6 +190,7 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     plan->isa = state->isa;
+    plan->pool = state->pool;
     plan->update = 1;
     plan->kernel = kernel == Py_None ? NULL : Py_NewRef(kernel);
     if (parse_nonfinite(nonfinite, &plan->nonfinite) != 0 || plan_describe_rule(plan, rule) != 0 ||

@@ -25,6 +25,7 @@ typedef struct bwd_plan {
     PyObject *error, *accumulation_error;
     PyObject *name_groups, *name_state, *name_begin, *name_init_state, *name_step;
     const bwd_isa *isa;
+    bwd_pool *pool; /* the module's, which outlives every type of the module */
     bwd_torch torch;
     int rule, n_states, n_hypers;
     PyObject *state_names[BWD_MAX_STATES];

@@ -46,7 +46,7 @@ PyDoc_STRVAR(
     "hook($self, param, /)\n--\n\n"
     "Steps the parameter from its gradient and frees the gradient.\n\n"
     "Give this to ``param.register_post_accumulate_grad_hook``. A parameter without a gradient is left alone.\n\n"
-    "Args:\n    param: the tensor of this slot; dense, float32 or bfloat16, in CPU memory.\n\n"
+    "Args:\n    param: the tensor of this slot; dense, in CPU memory.\n\n"
     "Raises:\n    AccumulationError: a second gradient in one update, or an update that was left half done.\n"
     "    BwdFuseError: a gradient, state or hyper-parameter that cannot be stepped; the parameter is unchanged.");
 

@@ -202,10 +202,11 @@ step_(PyObject *module, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"", "", "", "step", "isa", NULL};
     PyObject *objects, *numbers, *step, *result = NULL;
     const char *rule, *isa_name = NULL;
-    bwd_array arrays[MAX_ARRAYS] = {{NULL}};
+    bwd_array arrays[MAX_ARRAYS];
     bwd_job job = {0};
     bwd_status status;
     int count;
+    memset(arrays, 0, sizeof arrays);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!$Oz:step_", keywords, &rule, &PyTuple_Type, &objects,
                                      &PyTuple_Type, &numbers, &step, &isa_name)) {
         goto done;
@@ -220,7 +221,8 @@ step_(PyObject *module, PyObject *args, PyObject *kwargs)
         (count = hold_arrays(arrays, objects, job.rule)) < 0 || check_arrays(arrays, count, &job) < 0) {
         goto done;
     }
-    Py_BEGIN_ALLOW_THREADS status = bwd_step(isa, &job);
+    bwd_pool *pool = bwd_module_state_of(module)->pool;
+    Py_BEGIN_ALLOW_THREADS status = bwd_step(isa, pool, &job);
     Py_END_ALLOW_THREADS if (status != BWD_OK)
     {
         PyErr_Format(PyExc_ValueError, "step=%R: %s", step, bwd_status_text(status));

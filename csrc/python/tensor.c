@@ -38,9 +38,10 @@ bwd_torch_init(bwd_torch *torch, int use_exchange)
     } found[] = {
         {&torch->tensor_type, module, "Tensor"},
         {&torch->parameter_type, nn, "Parameter"},
-        {&torch->float32, module, "float32"},
-        {&torch->bfloat16, module, "bfloat16"},
-        {&torch->increment_version, native, "_increment_version"},
+#define DTYPE_OBJECT(T, text) {&torch->dtypes[BWD_##T], module, text},
+        BWD_DTYPES(DTYPE_OBJECT)
+#undef DTYPE_OBJECT
+            {&torch->increment_version, native, "_increment_version"},
     };
     for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
         if ((*found[i].slot = PyObject_GetAttrString(found[i].owner, found[i].attribute)) == NULL) {
@@ -78,7 +79,8 @@ done:
 /* clang-format off */
 #define EACH_REFERENCE(X)                                              \
     X(tensor_type) X(parameter_type) X(is_neg) X(resolve_neg)          \
-    X(increment_version) X(float32) X(bfloat16) X(name_grad)           \
+    X(increment_version) X(dtypes[BWD_f32]) X(dtypes[BWD_bf16])        \
+    X(dtypes[BWD_f16]) X(dtypes[BWD_f64]) X(name_grad)                 \
     X(name_local_tensor) X(name_data_ptr) X(name_stride) X(name_shape) \
     X(name_dtype) X(name_device) X(name_type)
 /* clang-format on */
@@ -137,23 +139,11 @@ refuse(PyObject *error, const char *what, PyObject *name, PyObject *tensor, cons
 }
 
 static const char *const needs_dense_cpu =
-    "the native step takes dense float32 or bfloat16 tensors in CPU memory; nothing was changed. "
+    "the native step takes dense float32, float64, float16 or bfloat16 tensors in CPU memory; nothing was changed. "
     "Sparse gradients: build the embedding with sparse=False. Other dtypes or devices: use torch.optim.AdamW";
 static const char *const not_materialised =
     "it has no memory of its own (a meta or fake tensor, or a tensor subclass whose data cannot be reached); "
     "materialise it before the first backward";
-
-static int
-dtype_of_dlpack(bwd_dl_dtype dtype)
-{
-    if (dtype.lanes != 1) {
-        return -1;
-    }
-    if (dtype.code == BWD_DL_FLOAT && dtype.bits == 32) {
-        return BWD_f32;
-    }
-    return dtype.code == BWD_DL_BFLOAT && dtype.bits == 16 ? BWD_bf16 : -1;
-}
 
 static int
 view_by_exchange(const bwd_torch *torch, PyObject *tensor, bwd_view *view)
@@ -167,7 +157,7 @@ view_by_exchange(const bwd_torch *torch, PyObject *tensor, bwd_view *view)
     view->ndim = lent.ndim;
     view->shape = lent.shape;
     view->strides = lent.strides;
-    const int dtype = dtype_of_dlpack(lent.dtype);
+    const int dtype = bwd_dl_find_dtype(lent.dtype);
     view->dtype = (enum bwd_dtype)dtype;
     if (lent.strides == NULL) {
         int64_t stride = 1;
@@ -208,11 +198,17 @@ view_by_attributes(const bwd_torch *torch, PyObject *tensor, bwd_view *view)
     if ((device = PyObject_GetAttr(tensor, torch->name_device)) == NULL ||
         (type = PyObject_GetAttr(device, torch->name_type)) == NULL ||
         PyUnicode_CompareWithASCIIString(type, "cpu") != 0 ||
-        (dtype = PyObject_GetAttr(tensor, torch->name_dtype)) == NULL ||
-        (dtype != torch->float32 && dtype != torch->bfloat16)) {
+        (dtype = PyObject_GetAttr(tensor, torch->name_dtype)) == NULL) {
         goto done;
     }
-    view->dtype = dtype == torch->float32 ? BWD_f32 : BWD_bf16;
+    int found = 0;
+    while (found < BWD_DTYPE_COUNT && torch->dtypes[found] != dtype) {
+        found++;
+    }
+    if (found == BWD_DTYPE_COUNT) {
+        goto done;
+    }
+    view->dtype = (enum bwd_dtype)found;
     shape = PyObject_GetAttr(tensor, torch->name_shape);
     if ((view->ndim = read_integers(shape, view->owned)) < 0 ||
         (stride = PyObject_CallMethodObjArgs(tensor, torch->name_stride, NULL)) == NULL ||

@@ -15,8 +15,8 @@ typedef struct bwd_torch {
     PyObject *parameter_type;        /* torch.nn.Parameter */
     PyObject *is_neg;                /* torch.Tensor.is_neg, unbound */
     PyObject *resolve_neg;
-    PyObject *increment_version; /* torch._C._increment_version */
-    PyObject *float32, *bfloat16;
+    PyObject *increment_version;       /* torch._C._increment_version */
+    PyObject *dtypes[BWD_DTYPE_COUNT]; /* torch.float32 and so on */
     PyObject *name_grad, *name_local_tensor, *name_data_ptr, *name_stride, *name_shape, *name_dtype, *name_device;
     PyObject *name_type;
 } bwd_torch;

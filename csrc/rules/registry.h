@@ -2,10 +2,17 @@
 #ifndef BWD_REGISTRY_H
 #define BWD_REGISTRY_H
 
+#include "rules/adam.h"
 #include "rules/adamw.h"
 
 /* name, states, hyper-parameters: X(name) of each state in order; X(name, default, range) of each hyper-parameter. */
-#define BWD_RULES(X)                      X(adamw, BWD_ADAMW_STATES, BWD_ADAMW_HYPERS)
+/* clang-format off */
+#define BWD_RULES(X)                                            \
+    X(adamw,         BWD_MOMENTS_STATES,     BWD_ADAMW_HYPERS)  \
+    X(adamw_amsgrad, BWD_MOMENTS_MAX_STATES, BWD_ADAMW_HYPERS)  \
+    X(adam,          BWD_MOMENTS_STATES,     BWD_ADAM_HYPERS)   \
+    X(adam_amsgrad,  BWD_MOMENTS_MAX_STATES, BWD_ADAM_HYPERS)
+/* clang-format on */
 
 #define BWD_RULE_ID(rule, states, hypers) BWD_RULE_##rule,
 enum bwd_rule { BWD_RULES(BWD_RULE_ID) BWD_RULE_COUNT };
@@ -16,11 +23,9 @@ enum bwd_rule { BWD_RULES(BWD_RULE_ID) BWD_RULE_COUNT };
 enum { BWD_RULES(BWD_STATE_COUNT) };
 #undef BWD_STATE_COUNT
 
-/* Whatever rule it is for, one object holds its prepared scalars. */
-#define BWD_SCALARS_OF(rule, states, hypers) bwd_##rule##_scalars rule;
-typedef union bwd_scalars {
-    BWD_RULES(BWD_SCALARS_OF)
+/* Room for the prepared scalars of any rule, in either real type. Only the loops of that type look inside. */
+typedef struct bwd_scalars {
+    double room[16];
 } bwd_scalars;
-#undef BWD_SCALARS_OF
 
 #endif

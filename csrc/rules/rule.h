@@ -23,21 +23,38 @@ typedef enum bwd_range {
     BWD_SWITCH        /* 0 or 1 */
 } bwd_range;
 
+/* float, or double where the storage is double: each loop file chooses before its first include. */
+#ifdef BWD_REAL_IS_DOUBLE
+typedef double bwd_real;
+typedef uint64_t bwd_bits;
+#define BWD_REAL_MAX      1.79769313486231570815e+308
+#define BWD_REAL_FN(name) name
+#else
 typedef float bwd_real;
-#define BWD_REAL_MAX 3.40282346638528859812e+38
+typedef uint32_t bwd_bits;
+#define BWD_REAL_MAX      3.40282346638528859812e+38
+#define BWD_REAL_FN(name) name##f
+#endif
 
 /* One rounding. Written where accuracy wants it; the compiler contracts nothing on its own, so that the bits do not
  * depend on what the machine has: without the instruction the C library computes the same value. */
 BWD_INLINE bwd_real
 bwd_fma(bwd_real a, bwd_real b, bwd_real c)
 {
-    return fmaf(a, b, c);
+    return BWD_REAL_FN(fma)(a, b, c);
 }
 
 BWD_INLINE bwd_real
 bwd_sqrt(bwd_real x)
 {
-    return sqrtf(x);
+    return BWD_REAL_FN(sqrt)(x);
+}
+
+/* The larger; NaN where either is, as torch.maximum. */
+BWD_INLINE bwd_real
+bwd_max(bwd_real a, bwd_real b)
+{
+    return a > b || a != a ? a : b;
 }
 
 /* A factor in twice the precision. */
@@ -52,9 +69,9 @@ bwd_split_of(double x)
 {
     bwd_split s = {(bwd_real)x, 0};
     if (fabs((double)s.high) > fabs(x)) {
-        s.high = nextafterf(s.high, 0.0f);
+        s.high = BWD_REAL_FN(nextafter)(s.high, 0);
     }
-    s.low = (double)s.high == x ? s.high * 0x1p-60f : (bwd_real)(x - (double)s.high);
+    s.low = (double)s.high == x ? s.high * (bwd_real)0x1p-60 : (bwd_real)(x - (double)s.high);
     return s;
 }
 
@@ -74,18 +91,18 @@ bwd_split_fma(bwd_split a, bwd_real x, bwd_real y)
 
 /* A choice that is the same for every element, as a mask: all bits or none. No branch, and a wide machine does it
  * beside its arithmetic. */
-typedef uint32_t bwd_mask;
+typedef bwd_bits bwd_mask;
 
 BWD_INLINE bwd_mask
 bwd_mask_of(int yes)
 {
-    return yes ? 0xffffffffu : 0u;
+    return yes ? (bwd_mask)-1 : 0;
 }
 
 BWD_INLINE bwd_real
 bwd_pick(bwd_mask mask, bwd_real yes, bwd_real no)
 {
-    uint32_t a, b;
+    bwd_bits a, b;
     memcpy(&a, &yes, sizeof a);
     memcpy(&b, &no, sizeof b);
     a = (a & mask) | (b & ~mask);
@@ -96,9 +113,9 @@ bwd_pick(bwd_mask mask, bwd_real yes, bwd_real no)
 BWD_INLINE bwd_real
 bwd_negate_if(bwd_mask mask, bwd_real x)
 {
-    uint32_t a;
+    bwd_bits a;
     memcpy(&a, &x, sizeof a);
-    a ^= mask & 0x80000000u;
+    a ^= mask & (bwd_bits)1 << (8 * sizeof a - 1);
     memcpy(&x, &a, sizeof a);
     return x;
 }

@@ -7,7 +7,10 @@
 
 #include "core/dispatch.h"
 
-enum { ARRAYS = 2 + BWD_adamw_STATE_COUNT, DIMS = 4 };
+enum { ARRAYS = 2 + BWD_MAX_STATES, DIMS = 4 };
+
+/* One rule at a time; its states fill the last places, and those that it does not have stay as they are. */
+static int rule;
 
 static int failures;
 
@@ -55,15 +58,17 @@ fill(enum bwd_dtype dtype, void *array, size_t n, int positive)
     for (size_t i = 0; i < n; i++) {
         float x = random_float();
         x = positive ? fabsf(x) : x;
+        const double wide = (double)x;
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
         const uint16_t upper = (uint16_t)(bits >> 16);
-        if (dtype == BWD_f32) {
-            memcpy((char *)array + 4 * i, &x, 4);
-        }
-        else {
-            memcpy((char *)array + 2 * i, &upper, 2);
-        }
+        /* a float16 below 1: sign, an exponent under 15, ten bits */
+        const uint16_t half = (uint16_t)((bits >> 16 & 0x8000u) | (bits & 0x3fffu) % 0x3c00u);
+        const void *from = dtype == BWD_f32   ? (const void *)&x
+                           : dtype == BWD_f64 ? (const void *)&wide
+                           : dtype == BWD_f16 ? (const void *)&half
+                                              : (const void *)&upper;
+        memcpy((char *)array + bwd_dtype_size(dtype) * i, from, bwd_dtype_size(dtype));
     }
 }
 
@@ -84,7 +89,7 @@ arrays_new(int format, const size_t *n)
         a.dtype[k] = k == 0 ? param : k == 1 ? grad : state;
         a.bytes[k] = n[k] * bwd_dtype_size(a.dtype[k]);
         a.at[k] = allocate(a.bytes[k]);
-        fill(a.dtype[k], a.at[k], n[k], k == 3);
+        fill(a.dtype[k], a.at[k], n[k], k >= 3);
     }
     return a;
 }
@@ -121,10 +126,11 @@ arrays_free(arrays *a)
 static bwd_job
 job_of(const arrays *a, int format, size_t n)
 {
-    bwd_job job = {.n = n, .param = a->at[0], .grad = a->at[1], .step = 3, .rule = BWD_RULE_adamw, .format = format};
+    bwd_job job = {.n = n, .param = a->at[0], .grad = a->at[1], .step = 3, .rule = rule, .format = format};
     int count;
-    memcpy(job.hyper, bwd_rule_defaults(BWD_RULE_adamw, &count), sizeof(double) * 6);
-    for (int k = 0; k < BWD_adamw_STATE_COUNT; k++) {
+    const double *defaults = bwd_rule_defaults(rule, &count);
+    memcpy(job.hyper, defaults, sizeof *defaults * (size_t)count);
+    for (int k = 0; k < BWD_MAX_STATES; k++) {
         job.state[k] = a->at[2 + k];
     }
     return job;
@@ -139,23 +145,23 @@ same_sums(const bwd_job *a, const bwd_job *b)
 static void
 check_contiguous(int format, size_t n)
 {
-    const size_t sizes[ARRAYS] = {n, n, n, n};
+    const size_t sizes[ARRAYS] = {n, n, n, n, n};
     arrays start = arrays_new(format, sizes), first = arrays_copy(&start);
     bwd_job first_job = job_of(&first, format, n);
     const bwd_isa *isa = bwd_isa_by_name("baseline");
-    expect(bwd_step(isa, &first_job) == BWD_OK, "step failed", isa->name, format, n);
+    expect(bwd_step(isa, NULL, &first_job) == BWD_OK, "step failed", isa->name, format, n);
     for (int i = 0; (isa = bwd_isa_at(i)); i++) {
         if (!bwd_isa_possible(isa)) {
             continue;
         }
         arrays a = arrays_copy(&start);
         bwd_job job = job_of(&a, format, n);
-        expect(bwd_step(isa, &job) == BWD_OK, "step failed", isa->name, format, n);
+        expect(bwd_step(isa, NULL, &job) == BWD_OK, "step failed", isa->name, format, n);
         expect(arrays_equal(&a, &first), "bits differ from baseline", isa->name, format, n);
         expect(same_sums(&job, &first_job), "sums differ from baseline", isa->name, format, n);
         bwd_job scan = {0};
-        expect(bwd_scan(isa, a.dtype[1], start.at[1], n, &scan.grad_sq_sum, &scan.nonfinite) == BWD_OK, "scan failed",
-               isa->name, format, n);
+        expect(bwd_scan(isa, NULL, a.dtype[1], start.at[1], n, &scan.grad_sq_sum, &scan.nonfinite) == BWD_OK,
+               "scan failed", isa->name, format, n);
         expect(same_sums(&scan, &job), "scan and step disagree", isa->name, format, n);
         arrays_free(&a);
     }
@@ -223,7 +229,7 @@ static void
 check_strided(const bwd_isa *isa, int format, const int64_t *shape, int holes)
 {
     const size_t n = (size_t)(shape[0] * shape[1] * shape[2] * shape[3]);
-    const size_t sizes[ARRAYS] = {n, n, n, n};
+    const size_t sizes[ARRAYS] = {n, n, n, n, n};
     arrays packed = arrays_new(format, sizes);
     order orders[ARRAYS];
     size_t extents[ARRAYS];
@@ -243,19 +249,20 @@ check_strided(const bwd_isa *isa, int format, const int64_t *shape, int holes)
     bwd_job expected = job_of(&packed, format, n), job = job_of(&apart, format, n), scan = {0};
     job.param = element0[0];
     job.grad = element0[1];
-    job.state[0] = element0[2];
-    job.state[1] = element0[3];
+    for (int k = 0; k < BWD_MAX_STATES; k++) {
+        job.state[k] = element0[2 + k];
+    }
     const bwd_layout layout = {
         .ndim = DIMS,
         .shape = shape,
         .param_strides = orders[0].strides,
         .grad_strides = orders[1].strides,
-        .state_strides = {orders[2].strides, orders[3].strides},
+        .state_strides = {orders[2].strides, orders[3].strides, orders[4].strides},
     };
-    expect(bwd_step(isa, &expected) == BWD_OK, "step failed", isa->name, format, n);
-    expect(bwd_step_strided(isa, &job, &layout) == BWD_OK, "strided step failed", isa->name, format, n);
+    expect(bwd_step(isa, NULL, &expected) == BWD_OK, "step failed", isa->name, format, n);
+    expect(bwd_step_strided(isa, NULL, &job, &layout) == BWD_OK, "strided step failed", isa->name, format, n);
     expect(same_sums(&job, &expected), "strided sums differ", isa->name, format, n);
-    expect(bwd_scan_strided(isa, apart.dtype[1], element0[1], DIMS, shape, orders[1].strides, &scan.grad_sq_sum,
+    expect(bwd_scan_strided(isa, NULL, apart.dtype[1], element0[1], DIMS, shape, orders[1].strides, &scan.grad_sq_sum,
                             &scan.nonfinite) == BWD_OK,
            "strided scan failed", isa->name, format, n);
     expect(same_sums(&scan, &expected), "strided scan sums differ", isa->name, format, n);
@@ -275,7 +282,7 @@ check_strided(const bwd_isa *isa, int format, const int64_t *shape, int holes)
 static void
 check_refusals(const bwd_isa *isa, int format)
 {
-    const size_t n = 70, sizes[ARRAYS] = {n, n, n, n};
+    const size_t n = 70, sizes[ARRAYS] = {n, n, n, n, n};
     const double nan_value = (double)NAN;
     arrays a = arrays_new(format, sizes), before = arrays_copy(&a);
     const int64_t shape[] = {7, 10}, short_shape[] = {7, 9}, negative[] = {-7, -10}, strides[] = {10, 1};
@@ -294,34 +301,37 @@ check_refusals(const bwd_isa *isa, int format)
     } bad[] = {
         {BWD_BAD_RULE, -1, format, 0, 0.1, 1},
         {BWD_BAD_RULE, BWD_RULE_COUNT, format, 0, 0.1, 1},
-        {BWD_BAD_FORMAT, 0, -1, 0, 0.1, 1},
-        {BWD_BAD_FORMAT, 0, BWD_FORMAT_COUNT, 0, 0.1, 1},
-        {BWD_BAD_HYPER, 0, format, 0, -0.1, 1},
-        {BWD_BAD_HYPER, 0, format, 1, 1.0, 1},
-        {BWD_BAD_HYPER, 0, format, 3, nan_value, 1},
-        {BWD_BAD_HYPER, 0, format, 5, 0.5, 1},
-        {BWD_BAD_STEP, 0, format, 0, 0.1, 0},
-        {BWD_BAD_STEP, 0, format, 0, 0.1, nan_value},
-        {BWD_BAD_STEP, 0, format, 0, 0.1, (double)INFINITY},
+        {BWD_BAD_FORMAT, rule, -1, 0, 0.1, 1},
+        {BWD_BAD_FORMAT, rule, BWD_FORMAT_COUNT, 0, 0.1, 1},
+        {BWD_BAD_HYPER, rule, format, 0, -0.1, 1},
+        {BWD_BAD_HYPER, rule, format, 1, 1.0, 1},
+        {BWD_BAD_HYPER, rule, format, 3, nan_value, 1},
+        {BWD_BAD_HYPER, rule, format, 5, 0.5, 1},
+        {BWD_BAD_STEP, rule, format, 0, 0.1, 0},
+        {BWD_BAD_STEP, rule, format, 0, 0.1, nan_value},
+        {BWD_BAD_STEP, rule, format, 0, 0.1, (double)INFINITY},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         bwd_job job = job_of(&a, bad[i].format, n);
         job.rule = bad[i].rule;
         job.hyper[bad[i].hyper] = bad[i].value;
         job.step = bad[i].step;
-        const bwd_layout layout = {2, shape, strides, strides, {strides, strides}};
-        expect(bwd_step(isa, &job) == bad[i].status, "wrong answer to a wrong job", isa->name, (int)i, n);
-        expect(bwd_step_strided(isa, &job, &layout) == bad[i].status, "wrong strided answer", isa->name, (int)i, n);
+        const bwd_layout layout = {2, shape, strides, strides, {strides, strides, strides}};
+        expect(bwd_step(isa, NULL, &job) == bad[i].status, "wrong answer to a wrong job", isa->name, (int)i, n);
+        expect(bwd_step_strided(isa, NULL, &job, &layout) == bad[i].status, "wrong strided answer", isa->name, (int)i,
+               n);
         expect(strlen(bwd_status_text(bad[i].status)) > 10, "no text", isa->name, (int)i, n);
     }
     for (size_t i = 0; i < sizeof bad_shapes / sizeof *bad_shapes; i++) {
         bwd_job job = job_of(&a, format, n);
-        const bwd_layout layout = {bad_shapes[i].ndim, bad_shapes[i].shape, strides, strides, {strides, strides}};
-        expect(bwd_step_strided(isa, &job, &layout) == BWD_BAD_LAYOUT, "wrong layout taken", isa->name, (int)i, n);
+        const bwd_layout layout = {
+            bad_shapes[i].ndim, bad_shapes[i].shape, strides, strides, {strides, strides, strides}};
+        expect(bwd_step_strided(isa, NULL, &job, &layout) == BWD_BAD_LAYOUT, "wrong layout taken", isa->name, (int)i,
+               n);
     }
     double sum;
     uint64_t count;
-    expect(bwd_scan(isa, BWD_DTYPE_COUNT, a.at[1], n, &sum, &count) == BWD_BAD_FORMAT, "scan took a wrong dtype",
+    expect(bwd_scan(isa, NULL, BWD_DTYPE_COUNT, a.at[1], n, &sum, &count) == BWD_BAD_FORMAT, "scan took a wrong dtype",
            isa->name, format, n);
     expect(arrays_equal(&a, &before), "a refused job changed an array", isa->name, format, n);
     expect(strcmp(bwd_status_text((bwd_status)99), "unknown status") == 0, "no text for 99", isa->name, format, n);
@@ -334,16 +344,16 @@ static void
 check_broadcast_gradient(const bwd_isa *isa, int format)
 {
     const int64_t shape[] = {33, 70}, strides[] = {70, 1}, zeros[] = {0, 0};
-    const size_t n = 33 * 70, sizes[ARRAYS] = {n, n, n, n};
+    const size_t n = 33 * 70, sizes[ARRAYS] = {n, n, n, n, n};
     arrays a = arrays_new(format, sizes), b = arrays_copy(&a);
     const size_t size = bwd_dtype_size(a.dtype[1]);
     for (size_t i = 1; i < n; i++) {
         memcpy((char *)b.at[1] + i * size, b.at[1], size);
     }
     bwd_job spread = job_of(&a, format, n), full = job_of(&b, format, n);
-    const bwd_layout layout = {2, shape, strides, zeros, {strides, strides}};
-    expect(bwd_step_strided(isa, &spread, &layout) == BWD_OK && bwd_step(isa, &full) == BWD_OK, "step failed",
-           isa->name, format, n);
+    const bwd_layout layout = {2, shape, strides, zeros, {strides, strides, strides}};
+    expect(bwd_step_strided(isa, NULL, &spread, &layout) == BWD_OK && bwd_step(isa, NULL, &full) == BWD_OK,
+           "step failed", isa->name, format, n);
     expect(same_sums(&spread, &full), "broadcast sums differ", isa->name, format, n);
     expect(memcmp(a.at[0], b.at[0], a.bytes[0]) == 0, "broadcast bits differ", isa->name, format, n);
     arrays_free(&a);
@@ -358,8 +368,10 @@ main(void)
     static const int64_t shapes[][DIMS] = {
         {1, 1, 1, 1}, {0, 3, 2, 1}, {3, 1, 5, 1}, {2, 3, 5, 7}, {1, 64, 1, 65}, {9, 11, 13, 17}, {130, 1, 1, 130},
     };
-    int isas = 0;
-    for (int format = 0; format < BWD_FORMAT_COUNT; format++) {
+    int checked = 0;
+    for (int cell = 0; cell < BWD_RULE_COUNT * BWD_FORMAT_COUNT; cell++) {
+        const int format = cell % BWD_FORMAT_COUNT;
+        rule = cell / BWD_FORMAT_COUNT;
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
             check_contiguous(format, sizes[i]);
         }
@@ -368,7 +380,7 @@ main(void)
             if (!bwd_isa_possible(isa)) {
                 continue;
             }
-            isas++;
+            checked++;
             check_refusals(isa, format);
             check_broadcast_gradient(isa, format);
             for (size_t k = 0; k < sizeof shapes / sizeof *shapes; k++) {
@@ -377,6 +389,6 @@ main(void)
             }
         }
     }
-    printf("%d isas x formats, %d failures\n", isas, failures);
+    printf("%d rules x formats x isas, %d failures\n", checked, failures);
     return failures != 0;
 }

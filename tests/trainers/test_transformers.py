@@ -336,20 +336,50 @@ def test_a_scheduler_on_an_optimizer_of_ours(build):
     assert finish(trainer).rates == pytest.approx([1e-2, 1e-2 / 2, 1e-2 / 3])
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_a_stock_trainer_that_clips_cannot_clip_in_silence(build):
+    """Its max_grad_norm is 1.0 by default; the gradients of an optimizer that was armed by hand are gone by then."""
+    model = make_model()
+    optimizer = bwdfuse.AdamW(model.parameters(), lr=1e-2, bwd_hook=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    trainer = stock(build, model=model, max_grad_norm=1.0, trainer_options={"optimizers": (optimizer, schedule)})
+    with pytest.raises(ConfigError, match="clipping of gradients.*max_grad_norm=0"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_torchs_adam_is_taken_over_by_the_callback(build):
+    """With its class, its coupled decay, its amsgrad and its groups; equal to a trainer given ours."""
+
+    def run(cls):
+        model = make_model()
+        groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1}]
+        groups += [{"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+        trainer = stock(
+            build,
+            model=model,
+            max_steps=3,
+            trainer_options={"optimizers": (cls(groups, lr=1e-2, amsgrad=True), None), "callbacks": [callback()]},
+        )
+        return finish(trainer)
+
+    ours, taken = run(bwdfuse.Adam), run(torch.optim.Adam)
+    assert_same(ours, taken)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RMSprop])
 def test_other_optimizers_are_refused_by_name(build, cls):
     model = make_model()
-    with pytest.raises(ConfigError, match=rf"only AdamW can be stepped inside backward.*\.{cls.__name__};"):
+    with pytest.raises(ConfigError, match=rf"only AdamW and Adam can be stepped inside backward.*\.{cls.__name__};"):
         build(model=model, trainer_options={"optimizers": (cls(model.parameters(), lr=1e-2), None)})
     trainer = build(trainer_options={"optimizer_cls_and_kwargs": (cls, {"lr": 1e-2})})
-    with pytest.raises(ConfigError, match=rf"only AdamW can be stepped inside backward.*\.{cls.__name__};"):
+    with pytest.raises(ConfigError, match=rf"only AdamW and Adam can be stepped inside backward.*\.{cls.__name__};"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
 def test_options_of_adamw_that_cannot_be_honoured(build):
-    trainer = build(trainer_options={"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True})})
-    with pytest.raises(ConfigError, match=r"AdamW\(amsgrad=True\)"):
+    trainer = build(trainer_options={"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True})})
+    with pytest.raises(ConfigError, match=r"AdamW\(foreach=True\)"):
         trainer.train()
 
 

@@ -1,0 +1,3 @@
+#define BWD_ISA avx2
+#define BWD_REAL_IS_DOUBLE
+#include "cpu/stamp.h"

@@ -1,0 +1,3 @@
+#define BWD_ISA baseline
+#define BWD_REAL_IS_DOUBLE
+#include "cpu/stamp.h"
