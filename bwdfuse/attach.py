@@ -39,17 +39,19 @@ def shard_groups(param: Any, units: "fsdp1.Units | None") -> tuple:
     return () if group is None else (group,)
 
 
+def slots_of(param: torch.Tensor) -> list:
+    """The slots, of whichever optimizer, that step this parameter inside backward: from a hook, or where FSDP1 calls them."""
+    hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+    found = [*(getattr(hook, "__self__", None) for hook in hooks), *getattr(param, "_in_backward_optimizers", ())]
+    return [slot for slot in found if isinstance(slot, native().Slot)]
+
+
 def _owner(param: torch.Tensor, own: Set[int]) -> str | None:
     """What already steps this parameter inside backward, other than the slots whose ids are in `own`; or None."""
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        slot = getattr(hook, "__self__", None)
-        if isinstance(slot, native().Slot) and id(slot) not in own:
-            return "another bwdfuse optimizer: call its disarm() first"
-    for entry in getattr(param, "_in_backward_optimizers", ()):
-        if isinstance(entry, native().Slot):
-            if id(entry) not in own:
-                return "another bwdfuse optimizer: call its disarm() first"
-            continue
+    slots = slots_of(param)
+    if any(id(slot) not in own for slot in slots):
+        return "another bwdfuse optimizer: call its disarm() first"
+    if any(entry not in slots for entry in getattr(param, "_in_backward_optimizers", ())):
         return "torch's _apply_optimizer_in_backward: remove that call"
     return None
 

@@ -266,6 +266,22 @@ def a_backward_alone_under_no_sync_is_found_by_step(mesh):
     assert same(before, pieces(model))
 
 
+def clipping_is_refused_on_every_rank(mesh):
+    """Also where a rank steps nothing: it would wait for the others."""
+    model = wrap(build().requires_grad_(False), nested=False)
+    model[4].requires_grad_(True)
+    opt = bwdfuse.AdamW(model.parameters(), bwd_hook=True)
+    model(batch(0, 0)).sum().backward()
+    with pytest.raises(bwdfuse.ConfigError, match="clipping of gradients while parameter"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(bwdfuse.ConfigError, match="clipping of gradients while parameter"):
+        torch.nn.utils.clip_grad_value_(list(model.parameters()), 1.0)
+    opt.step()
+    opt.disarm()
+    model(batch(0, 0)).sum().backward()
+    assert model.clip_grad_norm_(1.0) > 0
+
+
 def what_fsdp1_cannot_do_is_refused(mesh):
     flat = wrap(build(), use_orig_params=False)
     with pytest.raises(bwdfuse.ConfigError, match="flat parameter.*use_orig_params=True"):

@@ -17,6 +17,7 @@ SCENARIOS = [
     "a_forward_that_no_backward_follows_can_be_forgotten",
     "no_sync_is_refused_before_backward",
     "a_backward_alone_under_no_sync_is_found_by_step",
+    "clipping_is_refused_on_every_rank",
     "what_fsdp1_cannot_do_is_refused",
     "a_model_that_does_not_hold_the_parameters_is_refused",
     "others_in_the_same_place_are_left_alone",
