@@ -7,6 +7,7 @@ that bwdfuse wraps, from the first arming on; they do what they did wherever no 
 import functools
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from bwdfuse._native import native
+from bwdfuse.attach import slots_of
 from bwdfuse.errors import ConfigError
 
 #: Optimizers that are armed now.
@@ -34,6 +35,8 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         for module in (clip_grad, torch.nn.utils):
             if hasattr(module, name):
                 _wrap(module, name, _refuse_clipping)
+    if "torch.distributed.fsdp" in sys.modules:
+        _wrap(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel, "clip_grad_norm_", _refuse_fsdp1_clipping)
 
 
 def unwatch(optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +75,8 @@ def _refuse_clipping(parameters: Any, bound: Any = None, *args: Any, **kwargs: A
     """An iterator would be used up by looking; torch's own functions hand on a list."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    slot = next(filter(None, map(_armed_slot, parameters if isinstance(parameters, list | tuple) else ())), None)
+    listed = parameters if isinstance(parameters, list | tuple) else ()
+    slot = next((slot for param in listed for slot in slots_of(param)), None)
     if slot is None:
         return
     unbounded = kwargs.get("max_norm", bound) == math.inf
@@ -85,9 +89,5 @@ def _refuse_clipping(parameters: Any, bound: Any = None, *args: Any, **kwargs: A
     )
 
 
-def _armed_slot(param: torch.Tensor) -> Any:
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        slot = getattr(hook, "__self__", None)
-        if isinstance(slot, native().Slot) and slot.armed:
-            return slot
-    return None
+def _refuse_fsdp1_clipping(module: Any, max_norm: Any, *args: Any, **kwargs: Any) -> None:
+    _refuse_clipping(list(module.parameters()), max_norm)

@@ -10,6 +10,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from bwdfuse import _checkpoint as checkpoint
+from bwdfuse import _fsdp1 as fsdp1
 from bwdfuse import _late_readers, attach
 from bwdfuse._native import native
 from bwdfuse.errors import AccumulationError, ConfigError
@@ -76,6 +77,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
         self._slot_ids: list[int] = []
         self._armed_count = 0
         self._finalizer: weakref.finalize | None = None
+        self._units: fsdp1.Units | None = None
         self._warned_unfired = False
         self._norm_of: tuple[int, float] | None = None
 
@@ -112,13 +114,16 @@ class BackwardOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "bwd_hook=True: no parameter of this optimizer requires a gradient; unfreeze one, or set bwd_hook=False"
             )
+        units = fsdp1.find_units(params, model)
+        if units is not None:
+            units.refuse_unarmable()
         self.disarm()
-        fresh = [p for p in params if p.requires_grad and not self.state.get(p)]
+        fresh = [p for p in params if self._needs_state(p)]
         try:
             for param in fresh:
                 self._init_state(param)
             slots = self._rebuild_slots(names, armed=True)
-            handles = attach.register(zip(slots, params, strict=True))
+            handles = attach.register(zip(slots, params, strict=True), units)
         except BaseException:
             for param in fresh:
                 self.state.pop(param, None)
@@ -127,6 +132,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
         known = {id(p) for p in params}
         for param in [p for p in self.state if isinstance(p, torch.Tensor) and id(p) not in known]:
             del self.state[param]
+        self._units = units
         self._finalizer = weakref.finalize(self, attach.remove, handles)
         self._finalizer.atexit = False
         _late_readers.watch(self)
@@ -140,6 +146,9 @@ class BackwardOptimizer(torch.optim.Optimizer):
             _late_readers.unwatch(self)
             self._slot_ids = []
 
+    def _needs_state(self, param: torch.Tensor) -> bool:
+        return param.requires_grad and not fsdp1.is_elsewhere(param) and not self.state.get(param)
+
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -147,7 +156,8 @@ class BackwardOptimizer(torch.optim.Optimizer):
         self._plan.forget()
         for g, group in enumerate(self.param_groups):
             for param in group["params"]:
-                self._plan.add(param, group=g, name=names[id(param)], armed=armed and param.requires_grad)
+                steps_here = param.requires_grad and not fsdp1.is_elsewhere(param)
+                self._plan.add(param, group=g, name=names[id(param)], armed=armed and steps_here)
         self._slot_ids = list(map(id, self._params()))
         self._armed_count = sum(slot.armed for slot in self._plan.slots)
         return self._plan.slots
@@ -238,6 +248,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
             self._check_groups()
             if ids != self._slot_ids:
                 self._rebuild_slots(attach.name_parameters(self.param_groups, None), armed=False)
+                self._units = fsdp1.find_units(self._params(), None)
             self._plan.step()
         return loss
 
@@ -279,8 +290,11 @@ class BackwardOptimizer(torch.optim.Optimizer):
             "param_steps": plan.param_steps,
             "native_steps": plan.native_steps,
             "skipped": plan.skipped,
-            "grad_norm": self.grad_norm() if known or not any(map(attach.is_dtensor, self._params())) else None,
+            "grad_norm": self.grad_norm() if known or not any(map(self._shard_groups, self._params())) else None,
         }
+
+    def _shard_groups(self, param: torch.Tensor) -> tuple:
+        return attach.shard_groups(param, self._units)
 
     def _norm_update(self) -> int:
         return self._plan.update if self._plan.fired else self._plan.update - 1
@@ -288,7 +302,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """The 2-norm of all gradients of the last update (of the open one, once backward has run), from sums in double.
 
-        A collective when parameters are DTensors: every rank must call it, and one all-reduce runs per mesh dimension.
+        A collective when parameters are sharded: every rank must call it, and one all-reduce runs per process group of shards.
 
         Returns:
             The norm; 0.0 before the first update.
@@ -296,23 +310,16 @@ class BackwardOptimizer(torch.optim.Optimizer):
         update = self._norm_update()
         if self._norm_of is not None and self._norm_of[0] == update:
             return self._norm_of[1]
-        sums: dict[Any, float] = {}
-        param: Any
+        sums: dict[tuple, float] = {}
         for slot, param in zip(self._plan.slots, self._params(), strict=False):
-            key = None
-            if attach.is_dtensor(param):
-                key = (
-                    param.device_mesh,
-                    tuple(d for d, placement in enumerate(param.placements) if placement.is_shard()),
-                )
+            key = (param.device.type, self._shard_groups(param))
             sums[key] = sums.get(key, 0.0) + (slot.grad_sq_sum if slot.last_update == update else 0.0)
         total = 0.0
-        for key, part in sums.items():
-            if key is not None:
-                mesh, sharded = key
-                reduced = torch.tensor(part, dtype=torch.float64, device=mesh.device_type)
-                for dim in sharded:
-                    torch.distributed.all_reduce(reduced, group=mesh.get_group(dim))
+        for (device, groups), part in sums.items():
+            if groups:
+                reduced = torch.tensor(part, dtype=torch.float64, device=device)
+                for group in groups:
+                    torch.distributed.all_reduce(reduced, group=group)
                 part = reduced.item()
             total += part
         self._norm_of = (update, math.sqrt(total))
@@ -369,7 +376,7 @@ class BackwardOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if self.state.get(param):
                     checkpoint.normalise_step(self.state[param])
-                elif self.armed and param.requires_grad:
+                elif self.armed and self._needs_state(param):
                     self._init_state(param)
         if state.get("_rearm"):
             self.arm()

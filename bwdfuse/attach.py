@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from bwdfuse import _fsdp1 as fsdp1
 from bwdfuse._native import native
 from bwdfuse.errors import ConfigError
 
@@ -19,7 +20,8 @@ def name_parameters(groups: Sequence[dict], model: torch.nn.Module | None) -> di
         for i, param in enumerate(group["params"]):
             names[id(param)] = given[i] if given else f"param_groups[{g}]['params'][{i}]"
     if model is not None:
-        names.update({id(param): name for name, param in model.named_parameters() if id(param) in names})
+        found = ((id(param), name) for name, param in model.named_parameters())
+        names.update({key: name.replace("_fsdp_wrapped_module.", "") for key, name in found if key in names})
     return names
 
 
@@ -28,13 +30,28 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
+def shard_groups(param: Any, units: "fsdp1.Units | None") -> tuple:
+    """The process groups over which a sum over this parameter's elements has to be reduced; empty: this rank holds them all."""
+    if is_dtensor(param):
+        sharded = (dim for dim, placement in enumerate(param.placements) if placement.is_shard())
+        return tuple(param.device_mesh.get_group(dim) for dim in sharded)
+    group = units.group_of(param) if units is not None else None
+    return () if group is None else (group,)
+
+
+def slots_of(param: torch.Tensor) -> list:
+    """The slots, of whichever optimizer, that step this parameter inside backward: from a hook, or where FSDP1 calls them."""
+    hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+    found = [*(getattr(hook, "__self__", None) for hook in hooks), *getattr(param, "_in_backward_optimizers", ())]
+    return [slot for slot in found if isinstance(slot, native().Slot)]
+
+
 def _owner(param: torch.Tensor, own: Set[int]) -> str | None:
     """What already steps this parameter inside backward, other than the slots whose ids are in `own`; or None."""
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        slot = getattr(hook, "__self__", None)
-        if isinstance(slot, native().Slot) and id(slot) not in own:
-            return "another bwdfuse optimizer: call its disarm() first"
-    if getattr(param, "_in_backward_optimizers", None):
+    slots = slots_of(param)
+    if any(id(slot) not in own for slot in slots):
+        return "another bwdfuse optimizer: call its disarm() first"
+    if any(entry not in slots for entry in getattr(param, "_in_backward_optimizers", ())):
         return "torch's _apply_optimizer_in_backward: remove that call"
     return None
 
@@ -43,8 +60,11 @@ def _refusal(param: torch.Tensor, own: Set[int]) -> str | None:
     """Why a trainable parameter cannot be stepped inside backward, with the way out; None when it can."""
     if param.is_meta:
         return "is on the meta device: materialise the model (to_empty, load the weights), then build the optimizer or call arm()"
-    if type(param).__name__ == "FlatParameter":
-        return "is an FSDP1 flat parameter, whose hook sees unreduced gradients: use FSDP2 (fully_shard)"
+    if fsdp1.is_flat(param):
+        return (
+            "is an FSDP1 flat parameter, whose hook sees unreduced gradients: wrap with use_orig_params=True (verl: "
+            "engine.use_orig_params=True), or use FSDP2 (fully_shard; verl: engine.strategy=fsdp2)"
+        )
     if param.layout != torch.strided or param.dtype not in _DTYPES:
         return f"is {param.dtype} with layout {param.layout}: the native step takes dense floating-point tensors; use torch.optim.AdamW"
     if param.device.type != "cpu":
@@ -85,7 +105,7 @@ def refuse_unreduced(params: Iterable[torch.Tensor]) -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return
-    if any(is_dtensor(p) for p in params):
+    if any(is_dtensor(p) or fsdp1.is_wrapped(p) for p in params):
         return
     raise ConfigError(
         f"bwd_hook=True with {distributed.get_world_size()} ranks and unsharded parameters: the hook runs before "
@@ -94,13 +114,25 @@ def refuse_unreduced(params: Iterable[torch.Tensor]) -> None:
     )
 
 
-def register(slots_and_params: Iterable[tuple]) -> list:
-    """Registers each armed slot's hook on its parameter; returns the handles. All or nothing."""
+def register(slots_and_params: Iterable[tuple], units: fsdp1.Units | None) -> list:
+    """Registers each armed slot's hook on its parameter; returns the handles. All or nothing.
+
+    Args:
+        units: what wraps parameters with FSDP1, which calls their slots itself.
+    """
     handles: list = []
     try:
+        if units is not None:
+            handles += units.register()
         for slot, param in slots_and_params:
-            if slot.armed:
+            if fsdp1.is_wrapped(param):
+                # Also where it lies on other ranks: a unit frees its flat gradient if it finds an entry.
+                if param.requires_grad:
+                    handles.append(fsdp1.Entry(slot, param))
+            elif slot.armed:
                 handles.append(param.register_post_accumulate_grad_hook(slot.hook))
+        if units is not None:
+            units.look()
     except BaseException:
         remove(handles)
         raise
@@ -108,6 +140,6 @@ def register(slots_and_params: Iterable[tuple]) -> list:
 
 
 def remove(handles: list) -> None:
-    """Takes hooks off again; also the optimizer's finalizer, hence a function that knows no optimizer."""
+    """Takes hooks off again, the last first; also the optimizer's finalizer, hence a function that knows no optimizer."""
     while handles:
         handles.pop().remove()

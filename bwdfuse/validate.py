@@ -205,13 +205,21 @@ def replicas(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
 
 
 def fsdp1(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:
+    """FSDP1 steps original parameters itself; its flat ones it cannot, and only some trainers are proven with it."""
     if facts.sharding != "fsdp1":
         return None
-    why = "FSDP1 is not supported yet"
-    if facts.orig_params is not None:
-        seen = "the hooks never fire" if facts.orig_params.value else "a hook sees one flat, not yet reduced gradient"
-        why = f"FSDP1 is not supported yet (with {_named(facts, facts.orig_params)} {seen})"
-    return _refusal(facts, facts.strategy, why)
+    if facts.orig_params is None:
+        return _refusal(facts, facts.strategy, f"FSDP1 is not supported in {facts.trainer} yet")
+    if facts.orig_params.is_allowed:
+        return None
+    asked, fix = facts.orig_params, (facts.orig_params.name, facts.orig_params.allowed[0])
+    sentence = (
+        f"{_named(facts, asked)}: FSDP1 then shows one flat gradient per module, not yet reduced, to whoever would "
+    )
+    sentence += f"step it; set {_setting(facts, *fix)}"
+    if facts.strategy is not None:
+        sentence += f", or {_setting(facts, facts.strategy.name, facts.strategy.allowed[0])}"
+    return Refusal(sentence + " (either way only one module's gradient is alive at a time).", (fix,))
 
 
 def deepspeed(config: BwdHookConfig, facts: TrainerFacts) -> Refusal | None:

@@ -31,7 +31,7 @@ GOOD = TrainerFacts(
     reentrant_checkpointing=Option("model.activation_offload", False, (False,)),
     strategy=Option("engine.strategy", "fsdp2", ("fsdp2",)),
     sharding="fsdp2",
-    orig_params=Option("engine.use_orig_params", False),
+    orig_params=Option("engine.use_orig_params", False, (True,)),
     offload_policy=Option("engine.offload_policy", False, (False,)),
     param_offload=Option("engine.param_offload", False, (False,)),
     quantized_training=Option("engine.qat.enable", False, (False,)),
@@ -97,7 +97,7 @@ ONE_OPTION = [
     (dict(param_dtype="fp16"), "engine.model_dtype=fp16", "engine.model_dtype=fp32"),
     (dict(reentrant_checkpointing=True), "model.activation_offload=True", "model.activation_offload=False"),
     (dict(strategy="ddp", sharding="ddp"), "engine.strategy=ddp", "engine.strategy=fsdp2"),
-    (dict(strategy="fsdp", sharding="fsdp1"), "engine.strategy=fsdp", "engine.strategy=fsdp2"),
+    (dict(strategy="fsdp", sharding="fsdp1"), "engine.use_orig_params=False", "engine.use_orig_params=True"),
     (dict(strategy="deepspeed", sharding="deepspeed"), "engine.strategy=deepspeed", "engine.strategy=fsdp2"),
     (dict(strategy="fsdp_turbo", sharding="other"), "engine.strategy=fsdp_turbo", "engine.strategy=fsdp2"),
     (dict(offload_policy=True), "engine.offload_policy=True", "engine.offload_policy=False"),
@@ -139,11 +139,13 @@ def test_several_devices_in_one_process():
     assert "n_gpu=2: nn.DataParallel" in text and "CUDA_VISIBLE_DEVICES=0" in text and "All of it" not in text
 
 
-def test_fsdp1_says_what_a_hook_would_see():
+def test_fsdp1_says_why_and_names_both_ways_out():
     flat = changed(GOOD, strategy="fsdp", sharding="fsdp1")
-    assert "with engine.use_orig_params=False a hook sees one flat, not yet reduced gradient" in message(flat)
-    assert "with engine.use_orig_params=True the hooks never fire" in message(changed(flat, orig_params=True))
-    assert "FSDP1 is not supported yet;" in message(replace(flat, orig_params=None))
+    said = message(flat)
+    assert "one flat gradient per module, not yet reduced" in said
+    assert "set engine.use_orig_params=True, or engine.strategy=fsdp2 (either way only one module's gradient" in said
+    validate.check(ON, changed(flat, orig_params=True))
+    assert "FSDP1 is not supported in verl yet; set engine.strategy=fsdp2" in message(replace(flat, orig_params=None))
 
 
 # ---- accumulation ------------------------------------------------------------------------------------------------
@@ -271,13 +273,13 @@ def test_all_collisions_at_once_with_one_line_to_copy():
     text = message(facts)
     assert text.splitlines()[0] == "optim.bwd_hook=True cannot be honoured with these settings of verl 0.9.1:"
     assert [sentence.split(":")[0] for sentence in sentences(text)] == [
-        "1. engine.strategy=fsdp",
+        "1. engine.use_orig_params=False",
         "2. optim.clip_grad=1.0",
         "3. data.use_dynamic_bsz=True",
         "4. data.total=256",
     ]
     assert text.splitlines()[-1].strip() == (
-        "engine.strategy=fsdp2 optim.clip_grad=null data.use_dynamic_bsz=False data.total=32 data.micro=4"
+        "engine.use_orig_params=True optim.clip_grad=null data.use_dynamic_bsz=False data.total=32 data.micro=4"
     )
 
 

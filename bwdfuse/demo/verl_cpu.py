@@ -26,8 +26,9 @@ OVERRIDES = (
 
 
 def register() -> None:
-    """Makes the platform known to verl, and mends two places where it takes the CPU for an accelerator's host."""
+    """Makes the platform known to verl, and mends three places where it or torch takes the CPU for an accelerator's host."""
     import torch.distributed
+    import torch.distributed.fsdp._init_utils
     import verl.utils.fsdp_utils
     from verl.plugin.platform import PlatformBase, PlatformRegistry
 
@@ -101,6 +102,8 @@ def register() -> None:
         return init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_gloo
+    # FSDP1 wants an accelerator to broadcast the first rank's weights from; gloo does so from here.
+    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda module_states: None
     # A model that it finds on the CPU counts as offloaded and is moved to the device before a checkpoint: it is there.
     verl.utils.fsdp_utils.load_fsdp_model_to_gpu = lambda model: None
 

@@ -3,9 +3,12 @@
 from collections.abc import Hashable
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 MIB = 2**20
+
+#: What makes a group of a module's parameters: FSDP2's class and FSDP1's.
+GROUPS = (FSDPModule, FullyShardedDataParallel)
 
 
 def announcement(flag: str, module: torch.nn.Module) -> str:
@@ -18,7 +21,7 @@ def announcement(flag: str, module: torch.nn.Module) -> str:
     sizes = gradient_bytes(module)
     params = sum(param.requires_grad for param in module.parameters())
     total, at_once = sum(sizes.values()), max(sizes.values(), default=0)
-    sharded = any(isinstance(child, FSDPModule) for child in module.modules())
+    sharded = any(isinstance(child, GROUPS) for child in module.modules())
     where, unit = (" on each rank", "FSDP group") if sharded else ("", "one")
     return (
         f"bwdfuse: {flag} took effect: {params} parameters are stepped inside backward by the native step; "
@@ -28,10 +31,10 @@ def announcement(flag: str, module: torch.nn.Module) -> str:
 
 
 def gradient_bytes(module: torch.nn.Module) -> dict[Hashable, int]:
-    """Bytes of this rank's gradients by what is alive together: a parameter, or under FSDP2 a module's parameters."""
+    """Bytes of this rank's gradients by what is alive together: a parameter, or under FSDP a module's parameters."""
     owner: dict[torch.nn.Parameter, Hashable] = {param: name for name, param in module.named_parameters()}
     for child in module.modules():  # parents first, so the innermost FSDP module wins
-        if isinstance(child, FSDPModule):
+        if isinstance(child, GROUPS):
             owner.update(dict.fromkeys(child.parameters(), child))
     sizes: dict[Hashable, int] = {}
     for param, key in owner.items():

@@ -98,7 +98,7 @@ def trainer_facts(optim: FSDPOptimizerConfig, around: dict[str, Any]) -> Trainer
     def option(name: str, *allowed: object) -> Option:
         return Option(name, around.get(name), allowed)
 
-    strategy = option("engine.strategy", "fsdp2")
+    strategy = option("engine.strategy", "fsdp2", "fsdp")
     compute_dtype = (around.get("engine.mixed_precision") or {}).get("param_dtype")
     reentrant = around.get("model.enable_activation_offload") and around.get("model.enable_gradient_checkpointing")
     overrides = optim.override_optimizer_config or {}
@@ -124,7 +124,7 @@ def trainer_facts(optim: FSDPOptimizerConfig, around: dict[str, Any]) -> Trainer
         reentrant_checkpointing=Option("model.enable_activation_offload", bool(reentrant), (False,)),
         strategy=strategy,
         sharding=SHARDINGS.get(strategy.value, "other"),
-        orig_params=option("engine.use_orig_params"),
+        orig_params=option("engine.use_orig_params", True),
         offload_policy=option("engine.offload_policy", False, None),
         param_offload=option("engine.param_offload", False, None),
         quantized_training=option("engine.qat.enable", False, None),

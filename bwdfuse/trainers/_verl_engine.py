@@ -1,4 +1,4 @@
-"""verl's FSDP2 language-model engine whose parameters are stepped inside backward.
+"""verl's FSDP language-model engine, of either version, whose parameters are stepped inside backward.
 
 Everything is verl's own code up to the points where gradients would have been used: how often backward runs, whether
 it runs at all, and what is left to do after it.
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 import verl
 from tensordict import TensorDict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
+from bwdfuse import _fsdp1 as fsdp1
 from bwdfuse._optimizer import BackwardOptimizer
 from bwdfuse.errors import AccumulationError, BwdFuseError, ConfigError
 from bwdfuse.trainers._announce import announcement
 from bwdfuse.trainers._verl_config import BwdHookOptimizerConfig
 
-MODEL_TYPE, BACKEND = "language_model", "fsdp2"
+MODEL_TYPE, BACKENDS = "language_model", ("fsdp", "fsdp2")
 
 
 class BwdHookFSDPEngine(FSDPEngineWithLMHead):
@@ -41,7 +43,7 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
             optimizer_config.check_ranks(self.get_data_parallel_size())
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
-        """verl's, from settings that name bwdfuse; armed here, since hooks set before ``fully_shard`` never fire."""
+        """verl's, from settings that name bwdfuse; armed here, since what is set before wrapping never fires."""
         optimizer = super()._build_optimizer(module)
         if self._bwd_hook:
             optimizer.arm(module)
@@ -120,8 +122,10 @@ class BwdHookFSDPEngine(FSDPEngineWithLMHead):
             )
 
     def _forget_forward(self) -> None:
-        """Lets FSDP2 start the next forward cleanly after one that no backward follows."""
-        if hasattr(self.module, "reset_iter_state"):  # torch >= 2.13; before, the next backward cleans up
+        """Lets FSDP start the next forward cleanly after one that no backward follows."""
+        if isinstance(self.module, FullyShardedDataParallel):
+            fsdp1.forget_forward(self.module)
+        elif hasattr(self.module, "reset_iter_state"):  # torch >= 2.13; before, the next backward cleans up
             self.module.reset_iter_state()
 
 
@@ -145,20 +149,21 @@ def install() -> None:
     Raises:
         ConfigError: Another plugin's engine is in the way, or this verl's engine is not the one we know.
     """
-    stock = EngineRegistry.get_engine_cls(MODEL_TYPE, BACKEND)
-    if stock is BwdHookFSDPEngine:
+    found = [EngineRegistry.get_engine_cls(MODEL_TYPE, backend) for backend in BACKENDS]
+    if all(engine is BwdHookFSDPEngine for engine in found):
         return
-    if stock is not FSDPEngineWithLMHead:
-        raise ConfigError(
-            f"optim.bwd_hook=True extends verl's own FSDP2 engine, but {stock.__module__}.{stock.__qualname__} is "
-            "registered for this device; leave that plugin out (VERL_USE_EXTERNAL_PLUGINS=bwdfuse), or set "
-            "optim.bwd_hook=False"
-        )
+    for engine in found:
+        if engine is not FSDPEngineWithLMHead:
+            raise ConfigError(
+                f"optim.bwd_hook=True extends verl's own FSDP engine, but {engine.__module__}.{engine.__qualname__} is "
+                "registered for this device; leave that plugin out (VERL_USE_EXTERNAL_PLUGINS=bwdfuse), or set "
+                "optim.bwd_hook=False"
+            )
     _check_interface()
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
-    EngineRegistry.register(MODEL_TYPE, BACKEND, device=device, vendor=vendor)(BwdHookFSDPEngine)
-    if EngineRegistry.get_engine_cls(MODEL_TYPE, BACKEND) is not BwdHookFSDPEngine:
+    EngineRegistry.register(MODEL_TYPE, list(BACKENDS), device=device, vendor=vendor)(BwdHookFSDPEngine)
+    if any(EngineRegistry.get_engine_cls(MODEL_TYPE, backend) is not BwdHookFSDPEngine for backend in BACKENDS):
         raise ConfigError(
             f"optim.bwd_hook=True: verl {verl.__version__} does not choose the engine that bwdfuse registers; upgrade "
             "bwdfuse, or set optim.bwd_hook=False"

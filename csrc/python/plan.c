@@ -287,6 +287,19 @@ visit_refuse(bwd_slot *slot, PyObject *param, PyObject *grad)
     return -1;
 }
 
+/* A rank may hold no element of any parameter: FSDP1 splits flat parameters, and it then has nothing to step. */
+static int
+has_armed(const bwd_plan *plan)
+{
+    const Py_ssize_t count = PyList_Size(plan->slots);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (((bwd_slot *)PyList_GetItem(plan->slots, i))->armed) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 static void
 plan_close_update(bwd_plan *plan)
 {
@@ -338,7 +351,7 @@ plan_close(PyObject *self, PyObject *unused)
     if (bwd_plan_refuse_poisoned(plan) != 0 || each_gradient(plan, visit_refuse) != 0) {
         return NULL;
     }
-    if (plan->fired == 0) {
+    if (plan->fired == 0 && has_armed(plan)) {
         PyErr_SetString(
             plan->error,
             "step(): no hook has fired since the last step(), so nothing was trained. Call backward() before step(). "

@@ -50,8 +50,46 @@ PyDoc_STRVAR(
     "Raises:\n    AccumulationError: a second gradient in one update, or an update that was left half done.\n"
     "    BwdFuseError: a gradient, state or hyper-parameter that cannot be stepped; the parameter is unchanged.");
 
+PyDoc_STRVAR(
+    slot_step_doc,
+    "step($self, /)\n--\n\n"
+    "The hook for a caller that knows only the slot: FSDP1 calls ``step()`` and then ``zero_grad()`` of what it\n"
+    "finds in a parameter's ``_in_backward_optimizers``.");
+
+static PyObject *
+slot_step(PyObject *self, PyObject *unused)
+{
+    bwd_slot *slot = (bwd_slot *)self;
+    (void)unused;
+    PyObject *param = bwd_deref(slot->param);
+    if (param == NULL) {
+        PyErr_Format(slot->plan->error, "parameter %R is gone; call optimizer.arm() after replacing parameters",
+                     slot->name);
+        bwd_plan_poison(slot->plan);
+        return NULL;
+    }
+    PyObject *result = bwd_slot_hook(self, param);
+    Py_DECREF(param);
+    return result;
+}
+
+PyDoc_STRVAR(slot_zero_grad_doc,
+             "zero_grad($self, /, *args, **kwargs)\n--\n\n"
+             "Does nothing: the step has freed the gradient.");
+
+static PyObject *
+slot_zero_grad(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    (void)self;
+    (void)args;
+    (void)kwargs;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef slot_methods[] = {
     {"hook", bwd_slot_hook, METH_O, slot_hook_doc},
+    {"step", slot_step, METH_NOARGS, slot_step_doc},
+    {"zero_grad", (PyCFunction)(void (*)(void))slot_zero_grad, METH_VARARGS | METH_KEYWORDS, slot_zero_grad_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -171,14 +171,14 @@ def checkpoint_round_trip(mesh):
     assert torch.equal(full(stock.state[p]["exp_avg"]), saved[0])
 
 
-def main():
+def main(scenarios):
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name in sys.argv[1:]:
-                globals()[name](mesh)
+                scenarios[name](mesh)
                 dist.barrier()
                 if dist.get_rank() == 0:
                     print("passed", name, flush=True)
@@ -187,4 +187,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -18,8 +18,8 @@ SCENARIOS = [
 ]
 
 
-def launch(names, ranks):
-    script = Path(__file__).with_name("ranks.py")
+def launch(names, ranks, script="ranks.py"):
+    script = Path(__file__).with_name(script)
     command = [
         sys.executable,
         "-m",

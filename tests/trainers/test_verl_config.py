@@ -36,11 +36,7 @@ COLLISIONS = {
     "does not divide": (["data.train_batch_size=60"], ["data.train_batch_size=60"]),
     "too large a micro-batch": (["data.micro_batch_size_per_gpu=8"], ["data.train_batch_size=32"]),
     "sequence parallel": (["engine.ulysses_sequence_parallel_size=2"], ["data.train_batch_size=32"]),
-    "fsdp1": (["engine.strategy=fsdp"], ["engine.strategy=fsdp"]),
-    "fsdp1 with original parameters": (
-        ["engine.strategy=fsdp", "engine.use_orig_params=True"],
-        ["engine.strategy=fsdp"],
-    ),
+    "fsdp1": (["engine.strategy=fsdp"], ["engine.use_orig_params=False"]),
     "fsdp_turbo": (["engine.strategy=fsdp_turbo"], ["engine.strategy=fsdp_turbo"]),
     "offload policy": (["engine.offload_policy=True"], ["engine.offload_policy=True"]),
     "parameter offload": (["engine.param_offload=True"], ["engine.param_offload=True"]),
@@ -65,6 +61,7 @@ CASES = {
     "off, ours": dict(overrides=["optim.optimizer_impl=bwdfuse.optim"]),
     "on": dict(overrides=GOOD),
     "on, ours": dict(overrides=[*GOOD, "optim.optimizer_impl=bwdfuse.optim", "optim.nonfinite=off"]),
+    "on, fsdp1": dict(overrides=[*GOOD, "engine.strategy=fsdp", "engine.use_orig_params=True"]),
     "on, with options": dict(overrides=[*GOOD, "+optim.override_optimizer_config.eps=1e-6"]),
     "on, bf16": dict(overrides=[*GOOD, "engine.model_dtype=bf16", "model.enable_gradient_checkpointing=False"]),
     "on, activation offload": dict(
@@ -194,14 +191,14 @@ def test_append_is_answered_by_hydra(answers):
 def test_verls_defaults_collide_in_four_sentences(answers):
     """verl's own defaults on 8 ranks: this text is the first that most users see."""
     assert [sentence.split(":")[0] for sentence in sentences(answers["defaults"])] == [
-        "1. engine.strategy=fsdp",
+        "1. engine.use_orig_params=False",
         "2. optim.clip_grad=1.0",
         "3. data.use_dynamic_bsz=True",
         "4. data.train_batch_size=256",
     ]
     assert "the effective batch changes from 256 to 32 samples per update" in answers["defaults"]["error"]
     assert answers["defaults"]["advice"] == [
-        "engine.strategy=fsdp2",
+        "engine.use_orig_params=True",
         "optim.clip_grad=null",
         "data.use_dynamic_bsz=False",
         "data.train_batch_size=32",
@@ -290,7 +287,11 @@ def test_naming_the_module_does_what_the_entry_point_does():
 def test_collisions_stop_the_real_command_before_data_and_model(trainer):
     run = trainer("collisions", "optim.bwd_hook=true", "engine.strategy=fsdp", "data.use_dynamic_bsz=True")
     assert run.returncode != 0
-    for setting in ("set engine.strategy=fsdp2", "set optim.clip_grad=null", "set data.use_dynamic_bsz=False"):
+    for setting in (
+        "set engine.use_orig_params=True, or engine.strategy=fsdp2",
+        "set optim.clip_grad=null",
+        "set data.use_dynamic_bsz=False",
+    ):
         assert setting in run.log
     assert "dataset len" not in run.log and "Loading weights" not in run.log
     assert "Traceback" not in run.log.split("optim.bwd_hook=True cannot be honoured")[0]
