@@ -104,8 +104,7 @@ def restore_states(optimizer: "BackwardOptimizer", state_dict: dict[str, Any], s
             if dtype != param.dtype:
                 optimizer.state[param][name] = source.detach().to(device=param.device, dtype=dtype, copy=True)
     for source, dtype in rounded:
+        keep = f"; build the optimizer with state_dtype={source} to keep them" if source == torch.float32 else ""
         warnings.warn(
-            f"optimizer states of this state_dict are {source} and were rounded to {dtype}; build the optimizer with "
-            f"state_dtype={source} to keep them",
-            stacklevel=3,
+            f"optimizer states of this state_dict are {source} and were rounded to {dtype}{keep}", stacklevel=3
         )

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import same_bits
+from same_bits import same_bits
 from torch import nn
 
 import bwdfuse

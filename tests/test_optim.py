@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import same_bits
+from same_bits import same_bits
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import same_bits
+from same_bits import same_bits
 from torch import nn
 
 import bwdfuse

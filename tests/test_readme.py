@@ -68,3 +68,19 @@ def test_every_setting_it_tells_to_type_is_one_that_messages_tell():
         "engine.strategy",
     ):
         assert setting in TEXT and setting in sources
+
+
+def test_compatibility_table_quotes_what_is_said():
+    """Every row that users ask for is there, and every error text it quotes is one that the sources hold."""
+    table = TEXT.split("## What it works with")[1].split("\n\n")[1]
+    rows = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in table.splitlines()[2:]}
+    for row in ("DistributedDataParallel", "FSDP1", "FSDP2", "tensor parallel", "pipeline parallel", "gradient accumulation",
+                "gradient clipping", "fp16 with a `GradScaler`", "`torch.compile`", "LoRA, frozen weights", "tied weights",
+                "activation checkpointing"):  # fmt: skip
+        assert row in rows, row
+    paths = [*(ROOT / "bwdfuse").rglob("*.py"), *(ROOT / "csrc" / "python").glob("*.c")]
+    sources = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in paths))
+    quoted = [text for cell in rows.values() for text in re.findall("`([^`]+)`", cell)]
+    assert len(quoted) >= 8
+    for text in quoted:
+        assert text in sources, text

@@ -56,6 +56,18 @@ int bwd_rule_hyper_is_switch(int rule, int index);
 /* Whether there is such a rule and it can take that step with these hyper-parameters. */
 bwd_status bwd_rule_check(int rule, const double *hyper, double step);
 
+/* The storage formats as data. */
+/* The row that holds these three, or -1. */
+int bwd_format_find(enum bwd_dtype param, enum bwd_dtype grad, enum bwd_dtype state);
+/* A row's three dtypes; `format` must be a row. */
+void bwd_format_dtypes(int format, enum bwd_dtype *param, enum bwd_dtype *grad, enum bwd_dtype *state);
+size_t bwd_dtype_size(enum bwd_dtype dtype);
+const char *bwd_dtype_name(enum bwd_dtype dtype);
+/* The dtype of that name, or -1. */
+int bwd_dtype_find(const char *name);
+/* In which real type elements of that dtype are computed with. */
+enum bwd_real_type bwd_dtype_real(enum bwd_dtype dtype);
+
 /* Steps one parameter and fills job->grad_sq_sum and job->nonfinite. Nothing is written unless the answer is BWD_OK.
  * `pool` lends its threads where the work is long enough; NULL: this thread alone. The same bits for every isa and
  * every number of threads. Two callers must not step one parameter. */

@@ -5,13 +5,11 @@
 #ifndef BWD_LAYOUT_H
 #define BWD_LAYOUT_H
 
-#include <stddef.h>
-
 #include "rules/rule.h"
 
 typedef float bwd_f32;
-typedef uint16_t bwd_bf16;
-typedef uint16_t bwd_f16;
+typedef bwd_u16 bwd_bf16;
+typedef bwd_u16 bwd_f16;
 typedef double bwd_f64;
 
 /* clang-format off */
@@ -54,17 +52,6 @@ enum bwd_dtype { BWD_DTYPES(BWD_DTYPE_ID) BWD_DTYPE_COUNT };
 #define BWD_FORMAT_ID(prefix, P, G, S, at_a_time) prefix##_##P##_##G##_##S,
 enum bwd_format { BWD_FORMATS(BWD_FORMAT_ID, BWD_FORMAT) BWD_FORMAT_COUNT };
 #undef BWD_FORMAT_ID
-
-/* The row that holds these three, or -1. */
-int bwd_format_find(enum bwd_dtype param, enum bwd_dtype grad, enum bwd_dtype state);
-/* A row's three dtypes; `format` must be a row. */
-void bwd_format_dtypes(int format, enum bwd_dtype *param, enum bwd_dtype *grad, enum bwd_dtype *state);
-size_t bwd_dtype_size(enum bwd_dtype dtype);
-const char *bwd_dtype_name(enum bwd_dtype dtype);
-/* The dtype of that name, or -1. */
-int bwd_dtype_find(const char *name);
-/* In which real type elements of that dtype are computed with. */
-enum bwd_real_type bwd_dtype_real(enum bwd_dtype dtype);
 
 /* bwd_load<N>_<T> and bwd_store<N>_<T> move N elements between memory and registers; bwd_reals_<T> gives n elements as
  * reals: the array itself where it is made of them, else a copy in `tile`. bwd_pack_<T> stores n reals. */
@@ -130,66 +117,53 @@ enum { BWD_LOW_HALF = 0 };
 BWD_INLINE void
 bwd_load2_bf16(const bwd_bf16 *from, bwd_real *x)
 {
-    uint32_t word;
+    bwd_u32 word;
     memcpy(&word, from, sizeof word);
-    const uint32_t low = word << 16, high = word & 0xffff0000u;
-    memcpy(&x[BWD_LOW_HALF], &low, sizeof low);
-    memcpy(&x[1 - BWD_LOW_HALF], &high, sizeof high);
+    x[BWD_LOW_HALF] = bwd_real_of(word << 16);
+    x[1 - BWD_LOW_HALF] = bwd_real_of(word & 0xffff0000u);
 }
 
 /* The bits of x, rounded to the upper half, in integers since the machine's own conversion (vcvtneps2bf16) flushes
  * denormals. Adding half a unit, less one where the kept part is even, carries into the kept part exactly when
  * nearest-even rounds up; overflow carries to inf. The plain NaN is one that the addition cannot carry out of. */
-BWD_INLINE uint32_t
+BWD_INLINE bwd_u32
 bwd_round_bf16(bwd_real x)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = x == x ? bits : 0x7fc00000u;
+    const bwd_u32 bits = x == x ? bwd_bits_of(x) : 0x7fc00000u;
     return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
 BWD_INLINE void
 bwd_store2_bf16(bwd_bf16 *to, const bwd_real *x)
 {
-    const uint32_t low = bwd_round_bf16(x[BWD_LOW_HALF]), high = bwd_round_bf16(x[1 - BWD_LOW_HALF]);
-    const uint32_t word = (low >> 16) | (high & 0xffff0000u);
+    const bwd_u32 low = bwd_round_bf16(x[BWD_LOW_HALF]), high = bwd_round_bf16(x[1 - BWD_LOW_HALF]);
+    const bwd_u32 word = (low >> 16) | (high & 0xffff0000u);
     memcpy(to, &word, sizeof word);
 }
 
-/* float16 has five bits of exponent. All in integers but one exact subtraction: the
- * machine's own conversions (F16C) are not on every instruction set, and a product with 2^112 would lose the smallest
- * numbers where denormals are flushed. */
-BWD_INLINE uint32_t
-bwd_widen_f16(uint32_t half)
+/* float16 has five bits of exponent. All in integers but one exact subtraction: the machine's own conversions (F16C)
+ * are not on every instruction set, and a product with 2^112 would lose the smallest numbers where denormals are
+ * flushed. */
+BWD_INLINE bwd_u32
+bwd_widen_f16(bwd_u32 half)
 {
-    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    const uint32_t subnormal = 0x3f000000u + magnitude; /* 0.5 + magnitude * 2^-24 */
-    bwd_real shifted;
-    memcpy(&shifted, &subnormal, sizeof shifted);
-    shifted -= 0.5f;
-    uint32_t small, wide = (magnitude << 13) + 0x38000000u; /* the exponent's bias grows by 112 */
-    memcpy(&small, &shifted, sizeof small);
+    const bwd_u32 sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    const bwd_u32 small = bwd_bits_of(bwd_real_of(0x3f000000u + magnitude) - 0.5f); /* 0.5 + magnitude * 2^-24 */
+    bwd_u32 wide = (magnitude << 13) + 0x38000000u;  /* the exponent's bias grows by 112 */
     wide += magnitude >= 0x7c00u ? 0x38000000u : 0u; /* inf and NaN: once more, to all ones */
     return sign | (magnitude < 0x400u ? small : wide);
 }
 
 /* Nearest, ties to even: below 2^-14 by an addition that leaves the last kept bit in the last place, above it as
  * bfloat16 does. What rounds to 2^16 carries to inf. */
-BWD_INLINE uint32_t
+BWD_INLINE bwd_u32
 bwd_round_f16(bwd_real x)
 {
-    uint32_t bits, small;
-    memcpy(&bits, &x, sizeof bits);
-    const uint32_t sign = bits & 0x80000000u, magnitude = bits ^ sign;
-    bwd_real shifted;
-    memcpy(&shifted, &magnitude, sizeof shifted);
-    shifted += 0.5f;
-    memcpy(&small, &shifted, sizeof small);
-    small -= 0x3f000000u;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    const uint32_t finite = magnitude < 0x38800000u ? small : normal;
+    const bwd_u32 bits = bwd_bits_of(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
+    const bwd_u32 small = bwd_bits_of(bwd_real_of(magnitude) + 0.5f) - 0x3f000000u;
+    const bwd_u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const bwd_u32 special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const bwd_u32 finite = magnitude < 0x38800000u ? small : normal;
     return (sign >> 16) | (magnitude >= 0x47800000u ? special : finite);
 }
 
@@ -221,8 +195,7 @@ BWD_INLINE const bwd_real *
 bwd_reals_f16(const bwd_f16 *from, int n, bwd_real *tile)
 {
     for (int i = 0; i < n; i++) {
-        const uint32_t bits = bwd_widen_f16(from[i]);
-        memcpy(&tile[i], &bits, sizeof bits);
+        tile[i] = bwd_real_of(bwd_widen_f16(from[i]));
     }
     return tile;
 }

@@ -4,7 +4,7 @@
 
 #include "python/py.h"
 
-#include "core/layout.h"
+#include "core/dispatch.h"
 
 /* One argument as plain memory. `keep` holds what owns the memory: the array itself, or the producer's capsule. */
 typedef struct bwd_array {

@@ -19,7 +19,7 @@ typedef struct bwd_adam_scalars {
 } bwd_adam_scalars;
 typedef bwd_adam_scalars bwd_adam_amsgrad_scalars;
 
-BWD_INLINE bwd_adam_scalars
+BWD_HOST bwd_adam_scalars
 bwd_adam_prepare(const double *hyper, double step)
 {
     bwd_adam_scalars s;
@@ -44,7 +44,7 @@ bwd_adam_update(bwd_real *param, bwd_real grad, bwd_real *state, const bwd_adam_
     *param -= bwd_moments_quotient(state[0], state[1], &s->moments);
 }
 
-BWD_INLINE bwd_adam_amsgrad_scalars
+BWD_HOST bwd_adam_amsgrad_scalars
 bwd_adam_amsgrad_prepare(const double *hyper, double step)
 {
     return bwd_adam_prepare(hyper, step);

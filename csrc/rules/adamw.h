@@ -18,7 +18,7 @@ typedef struct bwd_adamw_scalars {
 } bwd_adamw_scalars;
 typedef bwd_adamw_scalars bwd_adamw_amsgrad_scalars;
 
-BWD_INLINE bwd_adamw_scalars
+BWD_HOST bwd_adamw_scalars
 bwd_adamw_prepare(const double *hyper, double step)
 {
     bwd_adamw_scalars s;
@@ -34,7 +34,7 @@ bwd_adamw_update(bwd_real *param, bwd_real grad, bwd_real *state, const bwd_adam
     *param = bwd_split_fma(s->keep, *param, -bwd_moments_quotient(state[0], state[1], &s->moments));
 }
 
-BWD_INLINE bwd_adamw_amsgrad_scalars
+BWD_HOST bwd_adamw_amsgrad_scalars
 bwd_adamw_amsgrad_prepare(const double *hyper, double step)
 {
     return bwd_adamw_prepare(hyper, step);

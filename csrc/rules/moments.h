@@ -43,7 +43,7 @@ typedef struct bwd_moments {
     bwd_split eps;         /* over the step size */
 } bwd_moments;
 
-BWD_INLINE bwd_moments
+BWD_HOST bwd_moments
 bwd_moments_prepare(const double *hyper, double step)
 {
     const double lr = hyper[BWD_LR], beta1 = hyper[BWD_BETA1], beta2 = hyper[BWD_BETA2], eps = hyper[BWD_EPS];
