@@ -46,9 +46,9 @@ COLLISIONS = {
     "reentrant checkpointing": (["model.enable_activation_offload=True"], ["model.enable_activation_offload=True"]),
     "another optimizer": (["optim.optimizer=SGD"], ["optim.optimizer=SGD"]),
     "another package": (["optim.optimizer_impl=torchao.optim"], ["optim.optimizer_impl=torchao.optim"]),
-    "amsgrad": (
-        ["+optim.override_optimizer_config.amsgrad=True"],
-        ["optim.override_optimizer_config.amsgrad=True"],
+    "capturable": (
+        ["+optim.override_optimizer_config.capturable=True"],
+        ["optim.override_optimizer_config.capturable=True"],
     ),
     "unknown option": ([LORA_LIKE_OPTION], ["optim.override_optimizer_config.bf16_stochastic_round=True"]),
     "nonfinite": (["optim.nonfinite=ignore"], ["optim.nonfinite=ignore"]),
@@ -61,6 +61,7 @@ CASES = {
     "off, ours": dict(overrides=["optim.optimizer_impl=bwdfuse.optim"]),
     "on": dict(overrides=GOOD),
     "on, ours": dict(overrides=[*GOOD, "optim.optimizer_impl=bwdfuse.optim", "optim.nonfinite=off"]),
+    "on, amsgrad": dict(overrides=[*GOOD, "+optim.override_optimizer_config.amsgrad=True"]),
     "on, fsdp1": dict(overrides=[*GOOD, "engine.strategy=fsdp", "engine.use_orig_params=True"]),
     "on, with options": dict(overrides=[*GOOD, "+optim.override_optimizer_config.eps=1e-6"]),
     "on, bf16": dict(overrides=[*GOOD, "engine.model_dtype=bf16", "model.enable_gradient_checkpointing=False"]),
