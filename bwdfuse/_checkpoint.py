@@ -42,9 +42,9 @@ def _check_entry(what: str, entry: dict[str, Any], param: torch.Tensor, state_na
             "load a state_dict of the same optimizer"
         )
     for name in state_names:
-        shape = getattr(entry[name], "shape", None)
-        if shape != param.shape:
-            found = f"shape {tuple(shape)}" if shape is not None else f"no shape ({type(entry[name]).__name__})"
+        value = entry[name]
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"no tensor ({type(value).__name__})"
             raise ConfigError(
                 f"{name} of {what} in this state_dict has {found}, the parameter {tuple(param.shape)}: it belongs to another "
                 "model or another sharding"

@@ -335,6 +335,10 @@ def break_shape(d):
     d["state"][1]["exp_avg"] = torch.zeros(3)
 
 
+def break_kind(d):
+    d["state"][1]["exp_avg"] = d["state"][1]["exp_avg"].numpy()
+
+
 def break_step(d):
     d["state"][1]["step"] = torch.tensor(float("nan"))
 
@@ -364,6 +368,7 @@ def break_betas(d):
     [
         (break_missing, "lacks exp_avg_sq"),
         (break_shape, r"has shape \(3,\)"),
+        (break_kind, r"has no tensor \(ndarray\)"),
         (break_step, "step of parameter 1 .* is nan"),
         (break_amsgrad, "amsgrad"),
         (break_version, "upgrade bwdfuse"),
