@@ -26,7 +26,7 @@ help:
 	@echo "make demo   train SmolLM2-135M in verl, flag off, on and stock; check every claim (out/demo); TRAINER=trl: in TRL"
 	@echo "make test   run the test suite"
 	@echo "make lint   ruff, mypy, stubtest, clang-format"
-	@echo "make bench  measure hook and kernel against torch (out/bench)"
+	@echo "make bench  measure hook, kernel and training step (out/bench)"
 	@echo "make setup  only create .venv and build the extension"
 	@echo "make clean  remove what was built (distclean: .venv and out too)"
 
@@ -48,6 +48,7 @@ bench: $(BUILD)
 	@mkdir -p out/bench
 	$(BIN)/python -m benchmarks.bench_kernel --json out/bench/kernel.json
 	$(BIN)/python -m benchmarks.bench_hook --json out/bench/hook.json
+	$(BIN)/python -m benchmarks.bench_train --only M/ --json out/bench/train.json
 
 clean:
 	rm -rf build dist *.egg-info bwdfuse/_C*.so $(BUILD) out/demo out/ci out/bench

@@ -1,4 +1,4 @@
-"""``python -m bwdfuse doctor | estimate | demo``."""
+"""``python -m bwdfuse doctor | estimate | demo | bench``."""
 
 from __future__ import annotations
 
@@ -105,6 +105,32 @@ def demo(
 
         run(out, trainer=trainer, recipe=recipe)
     except DemoError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def bench(
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures and the machine to this file.")
+    ] = None,
+) -> None:
+    """Measure hook, step and a small training run beside every other optimizer that is installed; two minutes."""
+    from bwdfuse.errors import BwdFuseError
+
+    if json is not None and (json.is_dir() or not json.parent.is_dir()):
+        typer.echo(f"--json {json}: not a file that can be written; give a file in a folder that exists", err=True)
+        raise typer.Exit(2)
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        typer.echo(f"bench compares with torch's optimizers and needs torch ({error}): pip install torch", err=True)
+        raise typer.Exit(1) from None
+    try:
+        from bwdfuse.bench import quick
+
+        quick.run(json)
+    except BwdFuseError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
 
