@@ -44,7 +44,11 @@ def _check_entry(what: str, entry: dict[str, Any], param: torch.Tensor, state_na
     for name in state_names:
         value = entry[name]
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"no tensor ({type(value).__name__})"
+            found = (
+                f"shape {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else f"no tensor ({type(value).__name__})"
+            )
             raise ConfigError(
                 f"{name} of {what} in this state_dict has {found}, the parameter {tuple(param.shape)}: it belongs to another "
                 "model or another sharding"
