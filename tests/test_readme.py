@@ -52,7 +52,9 @@ def test_memory_figures_are_those_of_the_demo():
         f"{demo['largest_gradient_mib']:.1f} MiB",
         f"{demo['eval_loss_before']:.2f} → {demo['eval_loss_after']:.2f}",
         f"after {demo['updates']} updates",
-        f"`torch.optim.AdamW`: {demo['seconds_per_step_stock']:.2f}) | {demo['seconds_per_step_off']:.2f} | {demo['seconds_per_step_on']:.2f} |",
+        "`torch.optim.AdamW`: {seconds_per_step_stock:.2f}) | {seconds_per_step_off:.2f} | {seconds_per_step_on:.2f} |".format(
+            **demo
+        ),
     ):
         assert figure in TEXT, figure
     assert demo["weights_max_abs_diff"] == 0.0 and "**0.0**" in TEXT
